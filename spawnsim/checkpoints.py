@@ -88,6 +88,12 @@ class Shard:
         """
         self.document[name] = self._plain(name, tree, MOST_DEPTH)
 
+    def view(self, name: str, tensor: Any) -> None:
+        """Add a tensor under its name; it is not copied, so write the shard before the tensor changes."""
+        plain = tensor.cpu().contiguous()
+        data = np.ndarray(plain.nbytes, np.uint8, plain.numpy())
+        self.tensors[name] = (_NAMES[str(plain.dtype).removeprefix("torch.")], tuple(plain.shape), data)
+
     def _plain(self, place: str, tree: Tree, depth: int) -> Any:
         if depth == 0:
             raise ParameterError(f"checkpoint: {place[:60]}… is nested too deep")

@@ -59,6 +59,13 @@ def report_error(error: SpawnsimError, *, quiet: bool = False) -> int:
 
 def print_error(error: BaseException) -> None:
     """Print an error with its notes; if it was printed before, only the new notes."""
+    text = error_text(error)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def error_text(error: BaseException) -> str:
+    """Return the lines of an error; if they were returned before, only those of new notes."""
     # An error is printed when it happens and again at the end, with notes added meanwhile: only these are new.
     notes = list(getattr(error, "__notes__", ()))
     known: list[str] | None = error.__dict__.get("_printed")
@@ -66,8 +73,7 @@ def print_error(error: BaseException) -> None:
     if known is None and isinstance(error, RAISERS) and error.__cause__ is not None:
         lines.insert(0, program_traceback(error.__cause__))
     error.__dict__["_printed"] = notes
-    if lines:
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    return "\n".join(lines)
 
 
 def print_error_above_bar(error: BaseException) -> None:

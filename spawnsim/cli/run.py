@@ -491,6 +491,10 @@ class Resume(Command):
         from spawnsim.record.manifest import INPUTS
 
         what = read_manifest(self.run)["what"]
+        if what.get("columnar"):
+            raise ParameterError(
+                f"{self.run} is a run over columns: repeat its command, spawnsim columnar …, with --resume"
+            )
         found = checkpoints.newest(self.run)
         file = self.program or self.run / INPUTS / "program" / Path(str(what.get("file"))).name
         if not file.is_file():

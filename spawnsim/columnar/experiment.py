@@ -55,9 +55,11 @@ class Experiment:
         compute: compute time of a rank in an iteration; None: the platform's.
         streams: "ranks": the draws of an ordinary run; "bulk": draws for all ranks at once, faster for a million ranks.
         sample: number of ranks, evenly spaced, that have rows and replacement events in the run.
-        on_round: called with each round.
+        on_round: called with each round; not for rounds before the checkpoint of a resumed run.
         out: run folder to write.
         overwrite: whether a run in `out` may be overwritten.
+        checkpoint_every: save the models in `out` each time after so many iterations, at the next turn; None: never.
+        resume: continue from the newest checkpoint in `out`; without one, start.
 
     Raises:
         ParameterError: a parameter is invalid.
@@ -81,6 +83,8 @@ class Experiment:
     on_round: OnRound | None = None
     out: str | Path | None = None
     overwrite: bool = False
+    checkpoint_every: int | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("iterations", 1), ("seed", 0), ("sample", 0)):
@@ -98,6 +102,14 @@ class Experiment:
             raise ParameterError(f"training={self.training!r}: give a spawnsim.columnar.Training")
         if self.training is not None and self.quality is not None:
             raise ParameterError("quality and training: give one, numbers or models")
+        every = self.checkpoint_every
+        if every is not None and (type(every) is not int or every < 1):
+            raise ParameterError(f"checkpoint_every={every!r}: give an integer of at least 1")
+        if (every or self.resume) and (self.training is None or self.out is None):
+            raise ParameterError(
+                "columnar: checkpoints keep models that train in the run folder: give both, or neither "
+                "checkpoint_every nor resume"
+            )
         if self.mtbf_s is not None and not self.mtbf_s > 0:
             raise ParameterError(f"mtbf_s={self.mtbf_s!r}: give seconds above 0, of one rank")
         if not self.detection_s >= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,9 +31,10 @@ from spawnsim.columnar.program import (
     version,
 )
 from spawnsim.columnar.rows import WEIGHTS, Rows, at
+from spawnsim.columnar.shards import Shards
 from spawnsim.errors import UnsupportedError, UsageError
 from spawnsim.models.network.cost import Floats
-from spawnsim.random import WORLD, Streams, seeded
+from spawnsim.random import Streams, seeded
 from spawnsim.training import checks
 from spawnsim.training.checks import EVERY, Reference
 from spawnsim.training.execution import FIRST
@@ -42,6 +44,7 @@ from spawnsim.training.vmapped import Outcome, Tensors, Vmapped, as_outputs, cli
 
 if TYPE_CHECKING:
     from spawnsim.columnar.training import Training
+    from spawnsim.comm import Comm
 
 ENDED = object()
 TENSORS = {Tensor}
@@ -70,17 +73,20 @@ class Share:
 
     Attributes:
         begin: its first row in the fleet.
+        shards: division of its ranks over processes; the fleet sets it. Rates and batches are of this process's ranks.
     """
+
+    shards: Shards
 
     def __init__(self, how: Training, ranks: int, seed: int) -> None:
         self.how, self.ranks, self.seed = how, ranks, seed
         self.begin = 0
         self.rates: list[tuple[float, ...]] = []
         self.data: list[Iterator[Any]] = []
-        self.generators = Generators(Streams(seed, WORLD))
+        self.generators = Generators(seed)
 
     def built(self, rank: int, *, with_data: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a rank's model and optimizer, and keep its learning rates and batches."""
+        """Return a rank's model and optimizer; with data, keep its learning rates and batches."""
         streams, how = Streams(self.seed, rank), self.how
         with generators_kept(), seeded(streams):
             with errors_of(how.build, rank):
@@ -88,19 +94,22 @@ class Share:
             if with_data:
                 with errors_of(how.data, rank):
                     self.data.append(iter(how.data(streams, rank, self.ranks)))
-        self.rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+                self.rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         return model, optimizer
+
+    def row_of(self, rank: int) -> int:
+        """Return the row of a rank of this process in the fleet."""
+        return self.begin + rank - self.shards.first
 
     def kind(self) -> Any:
         """Return a key that is equal for shares whose models can train together."""
         model, optimizer = self.built(0, with_data=False)
-        self.rates.clear()
         how = self.how
         return how.loss, how.score, tuple(how.report), how.max_norm, kind_of(seat_of(model, optimizer, 0))
 
     def rates_of(self, ranks: Sequence[int], iteration: int) -> list[tuple[float, ...]]:
         """Return the learning rates of some ranks in an iteration, by group of the optimizer."""
-        rates = [self.rates[rank] for rank in ranks]
+        rates = [self.rates[rank - self.shards.first] for rank in ranks]
         if self.how.schedule is None:
             return rates
         with errors_of(self.how.schedule, iteration=iteration):
@@ -109,11 +118,15 @@ class Share:
 
     def batches(self, ranks: Sequence[int], iteration: int) -> list[tuple[Tensor, ...]]:
         """Return the next batches of some ranks."""
-        batches, versions = [], []
-        with errors_of(self.how.data, iteration=iteration) as about:
+        batches, versions, first = [], [], self.shards.first
+        # Batches should draw from the rank's streams; with these generators, other draws are reproducible as well.
+        with (
+            self.generators.of(ranks[0] // self.shards.chunk),
+            errors_of(self.how.data, iteration=iteration) as about,
+        ):
             for rank in ranks:
                 about.rank = rank
-                batch = next(self.data[rank], ENDED)
+                batch = next(self.data[rank - first], ENDED)
                 if type(batch) is not tuple or not TENSORS.issuperset(map(type, batch)):  # rare
                     batch = _as_tensors(batch, rank, iteration)
                 batches.append(batch)
@@ -136,36 +149,39 @@ class Fleet:
 
     Args:
         shares: the experiments, whose `Share.kind` is equal.
+        comm: processes that share the rows of each experiment; None: this one alone.
 
     Raises:
+        ParameterError: there are too many processes.
         UnsupportedError: models, optimizers or a score have no form over columns.
     """
 
-    def __init__(self, shares: Sequence[Share]) -> None:
+    def __init__(self, shares: Sequence[Share], comm: Comm | None = None) -> None:
         self._steps: dict[Any, Vmapped] = {}
         self._how = shares[0].how
         with torch.inference_mode(False), torch.enable_grad():
-            self.pattern, self._optimizer = self._begin(shares)
-            self._chunk = rows_at_once(self._seat.parameters)
+            self.pattern, self._optimizer = shares[0].built(0, with_data=False)
+            self._seat = seat_of(self.pattern, self._optimizer, 0)
+            self._fixed = self._chunk = rows_at_once(
+                self._seat.parameters
+            )  # the second: as many as memory allows
+            self._begin(shares, comm)
             scores = [*([] if self._how.score is None else [self._how.score]), *self._how.report]
             self._scores = {score: self._open_score(score) for score in scores}
         self.settings = tuple([self.rows.rule.settings(group) for group in self._optimizer.param_groups])
         self.losses: Floats = np.full(len(self.rows.of[WEIGHTS]), np.nan)
 
-    def _begin(self, shares: Sequence[Share]) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Build the models of all ranks, and copy their weights to rows; return the first model and its optimizer."""
-        first: tuple[nn.Module, torch.optim.Optimizer] | None = None
-        kind, row = None, 0
+    def _begin(self, shares: Sequence[Share], comm: Comm | None) -> None:
+        """Build the models of this process, and copy their weights to rows."""
+        for share in shares:
+            share.shards = Shards(share.ranks, self._fixed, comm)
+        self.rows = rows_of(self._seat, [each.shards for each in shares])
+        kind, row = kind_of(self._seat), 0
         for share in shares:
             share.begin = row
-            for rank in range(share.ranks):
+            for rank in range(share.shards.first, share.shards.first + share.shards.count):
                 model, optimizer = share.built(rank)
-                seat = seat_of(model, optimizer, rank)
-                own = kind_of(seat)
-                if first is None:
-                    first, kind, self._seat = (model, optimizer), own, seat
-                    self.rows = rows_of(seat, sum(each.ranks for each in shares))
-                if own != kind:
+                if kind_of(seat_of(model, optimizer, rank)) != kind:
                     raise UnsupportedError(
                         f"columnar: the model or optimizer of rank {rank} differs from those of rank 0 in more "
                         "than weights and learning rates: run it on virtual ranks, which form groups"
@@ -174,8 +190,6 @@ class Fleet:
                 for place in self.rows.plan.places:
                     self.rows.of[WEIGHTS][row, place.columns] = named[place.name].detach().flatten()
                 row += 1
-        assert first is not None
-        return first
 
     # ------------------------------------------------------------------------------------------------- training
     def train(self, orders: Sequence[Order]) -> None:
@@ -189,16 +203,23 @@ class Fleet:
                     for iteration in range(first, first + count):
                         self._step(chunk, iteration)
 
+    def skip(self, order: Order) -> None:
+        """Draw the batches of steps without making them."""
+        with generators_kept(), torch.inference_mode(False), torch.enable_grad():
+            for (own,) in self._chunks([order]):
+                for iteration in range(order.first, order.first + order.count):
+                    order.share.batches(own.ranks, iteration)
+
     def _chunks(self, orders: Sequence[Order]) -> list[list[Order]]:
         """Divide the ranks of some orders into chunks: whole shares, or parts of one share."""
         chunks: list[list[Order]] = []
         room = 0
-        for order in orders:
+        for order in (each for each in orders if each.ranks):  # of this process, perhaps all have died
             room -= room % POSITIONS
             if room < len(order.ranks):
                 parts = [
-                    Order(order.share, order.ranks[begin : begin + self._chunk], order.first, order.count)
-                    for begin in range(0, len(order.ranks), self._chunk)
+                    Order(order.share, [*ranks], order.first, order.count)
+                    for _, ranks in groupby(order.ranks, lambda rank: rank // self._fixed)
                 ]
                 chunks += [[part] for part in parts]
                 room = self._chunk - len(parts[-1].ranks) if len(parts) == 1 else 0
@@ -258,11 +279,9 @@ class Fleet:
             batches += batches[-1:] * padding
             rates += [()] * padding
             rows += rows[-1:] * padding
-            # Batches should draw from the rank's streams; with these generators, other draws are reproducible as well.
-            with share.generators.in_place():
-                batches += share.batches(order.ranks, iteration)
+            batches += share.batches(order.ranks, iteration)
             rates += share.rates_of(order.ranks, iteration)
-            rows += [share.begin + rank for rank in order.ranks]
+            rows += [share.row_of(rank) for rank in order.ranks]
         try:
             return [torch.stack(column).detach() for column in zip(*batches, strict=True)], rates, rows
         except (RuntimeError, ValueError) as error:
@@ -297,7 +316,7 @@ class Fleet:
         """Compare one row with the same step executed alone; each check takes the next row."""
         number = iteration // EVERY % min(len(orders[0].ranks), len(inputs[0]))
         share, rank = orders[0].share, orders[0].ranks[number]
-        row = share.begin + rank
+        row = share.row_of(rank)
         model, own = self.model_of(row), [each[number] for each in inputs]
         reference = Reference(self._how.loss, model, seat_of(model, self._optimizer_of(model), rank), own)
         names = [place.name for place in self.rows.plan.trained]
@@ -383,9 +402,9 @@ class Fleet:
         return score.rows(Tensors((), fixed, own.buffers, (), ()), ()).outputs[0]
 
     def scores(self, score: Callable[[nn.Module], Tensor], share: Share) -> Floats:
-        """Return the score of each rank of a share, float64 (ranks,)."""
-        found: Floats = np.empty(share.ranks)
-        begin, end = share.begin, share.begin + share.ranks
+        """Return the score of each rank of a share in this process, float64 (ranks,)."""
+        found: Floats = np.empty(share.shards.count)
+        begin, end = share.begin, share.begin + share.shards.count
         with torch.inference_mode(False), torch.no_grad():
             while begin < end:
                 rows = slice(begin, min(begin + self._chunk, end))
@@ -417,7 +436,7 @@ class Fleet:
 
     def part(self, share: Share) -> Rows:
         """Return the rows of a share, as views."""
-        return self.rows.part(slice(share.begin, share.begin + share.ranks))
+        return self.rows.part(share.begin, share.shards)
 
 
 def _as_tensors(batch: Any, rank: int, iteration: int) -> tuple[Tensor, ...]:
@@ -436,11 +455,11 @@ def _as_tensors(batch: Any, rank: int, iteration: int) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def fleets(shares: Sequence[Share]) -> list[tuple[Fleet, list[Share]]]:
+def fleets(shares: Sequence[Share], comm: Comm | None = None) -> list[tuple[Fleet, list[Share]]]:
     """Return the fleets of some shares: one for all whose models can train together."""
     if len(shares) == 1:
-        return [(Fleet(shares), [*shares])]
+        return [(Fleet(shares, comm), [*shares])]
     kinds: dict[Any, list[Share]] = {}
     for share in shares:
         kinds.setdefault(share.kind(), []).append(share)
-    return [(Fleet(own), own) for own in kinds.values()]
+    return [(Fleet(own, comm), own) for own in kinds.values()]

@@ -16,6 +16,7 @@ import torch
 from spawnsim import random
 from spawnsim.columnar.exchange import GlobalWeights
 from spawnsim.columnar.rows import Members
+from spawnsim.columnar.shards import Shards
 from spawnsim.errors import ParameterError, UnsupportedError
 from spawnsim.models.network.cost import Floats, Ints
 from spawnsim.policies import (
@@ -34,7 +35,13 @@ Sizes = tuple[int | list[int] | None, int | None]
 
 
 class Models(ABC):
-    """The models of all ranks of a run."""
+    """The models of all ranks of a run.
+
+    Attributes:
+        replays: whether a resumed run has yet to reach its checkpoint.
+    """
+
+    replays = False
 
     def sizes(self, policy: SpawnPolicy) -> Sizes:
         """Return the bytes of a policy's messages: usual, and of the whole model; None: unknown, or as usual.
@@ -195,6 +202,7 @@ class Numbers(Models):
         self._quality = quality
         self._outer: dict[SpawnPolicy, GlobalWeights] = {}
         self.values: Floats = quality.begin(ranks, seed)
+        self._shards = Shards(ranks, ranks)
 
     def train(self, first: int, count: int, members: Members) -> None:
         self._quality.train(self.values, first, count)
@@ -236,12 +244,13 @@ class Numbers(Models):
             raise UnsupportedError(
                 f"columnar: {type(policy).__name__} needs models that train (--train): numbers have no fragments"
             )
-        self._outer[policy].send(torch.from_numpy(self.values).unsqueeze(1), members)
+        self._outer[policy].send(torch.from_numpy(self.values).unsqueeze(1), members, self._shards)
 
     def step_together(
         self, members: Members, policy: GlobalWeightsPolicy, iteration: int, place: int = 0
     ) -> None:
-        self._outer[policy].step(torch.from_numpy(self.values).unsqueeze(1), members, policy)
+        rows = torch.from_numpy(self.values).unsqueeze(1)
+        self._outer[policy].step(rows, members, policy, shards=self._shards)
 
     def checksum(self) -> int:
         return checksum(self.values)

@@ -48,7 +48,8 @@ POLICIES: dict[str, tuple[type[SpawnPolicy], dict[str, Any]]] = {
 }
 NONE = "none"  # ranks train alone, and report every `average_every` iterations
 GRAPHS = ("ring", "torus", "complete", "exponential", "one_peer_exponential", "random_pairs")
-OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection")  # settings that do not belong to the policy
+# Settings that do not belong to the policy.
+OF_RUN = ("iterations", "streams", "sample", "mtbf", "detection", "checkpoint_every")
 OF_METRIC = tuple(inspect.signature(RandomWalk).parameters)
 MODEL = "100 MB"
 ITERATIONS = 100
@@ -111,7 +112,7 @@ def experiment(
         training=training,
         mtbf_s=units.seconds(own["mtbf"]) if "mtbf" in own else None,
         detection_s=units.seconds(own.get("detection", 0.0)),
-        **{each: own[each] for each in ("streams", "sample") if each in own},
+        **{each: own[each] for each in ("streams", "sample", "checkpoint_every") if each in own},
         **more,
     )
 

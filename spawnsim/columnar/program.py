@@ -7,7 +7,7 @@ are exchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from spawnsim.columnar.rows import Plan, Rows
+from spawnsim.columnar.shards import Shards
 from spawnsim.errors import ParameterError, ProgramError, SpawnsimError, UnsupportedError, UsageError
-from spawnsim.random import Streams, global_states, seeded, set_global_states
+from spawnsim.random import WORLD, GlobalStates, Streams, global_states, seeded, set_global_states
 from spawnsim.scenario import available_B
 from spawnsim.training.grouping import Ungroupable, key_of
 from spawnsim.training.seats import Seat
@@ -63,20 +64,22 @@ def kind_of(seat: Seat) -> Any:
     return seat.key, settings, tuple(key_of(seat.buffer(number)) for number in range(len(seat.buffers)))
 
 
-def rows_of(seat: Seat, ranks: int) -> Rows:
-    """Return rows for `ranks` models with the structure and optimizer of a seat."""
+def rows_of(seat: Seat, shards: Sequence[Shards]) -> Rows:
+    """Return this process's rows for the models of some experiments, with the structure and optimizer of a seat."""
     model, optimizer, rule = seat.module(), seat.optimizer, seat.rule
     assert optimizer is not None
     assert rule is not None
     plan, like = Plan(model, optimizer), seat.parameters[0]
     states = max((rule.states(rule.settings(group)) for group in optimizer.param_groups), key=len)
-    nbytes, room = ranks * plan.width * like.element_size() * (1 + len(states)), _room_B(like.device)
-    if nbytes > room:
+    rows, sharing = sum(each.count for each in shards), shards[0].on_node if like.device.type == "cpu" else 1
+    nbytes, room = rows * plan.width * like.element_size() * (1 + len(states)), _room_B(like.device)
+    if nbytes * sharing > room:
         raise ParameterError(
-            f"ranks={ranks:,}: weights and optimizers of {type(model).__name__} take {nbytes / 1e9:,.0f} GB; this "
+            f"ranks={sum(each.ranks for each in shards):,}: weights and optimizers of {type(model).__name__} take "
+            f"{nbytes / 1e9:,.0f} GB{f' in each of {sharing} processes' * (sharing > 1)}; this "
             f"{'machine' if like.device.type == 'cpu' else 'GPU'} has {room / 1e9:,.0f} GB left"
         )
-    return Rows(plan, like, rule, states=states, ranks=ranks)
+    return Rows(plan, like, rule, states=states, ranks=rows)
 
 
 def _room_B(device: torch.device) -> float:
@@ -159,18 +162,20 @@ def generators_kept() -> Iterator[None]:
 
 
 class Generators:
-    """Global generators of a run, which continue from their last state when they are installed again."""
+    """Global generators of each chunk of ranks, which continue from their last state when they are installed again."""
 
-    def __init__(self, streams: Streams) -> None:
-        with generators_kept(), seeded(streams):
-            self._own = global_states(torch)
+    def __init__(self, seed: int) -> None:
+        self._seed, self._states = seed, dict[int, GlobalStates]()
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Install them as the generators of the process for a block."""
+    def of(self, chunk: int) -> Iterator[None]:
+        """Install those of a chunk as the generators of the process for a block."""
         with generators_kept():
-            set_global_states(torch, self._own)
-            try:
+            if chunk in self._states:
+                set_global_states(torch, self._states[chunk])
                 yield
-            finally:
-                self._own = global_states(torch)
+            else:
+                streams = Streams(self._seed, WORLD)
+                with seeded(Streams(streams.seed(f"columnar.chunk{chunk}"), WORLD) if chunk else streams):
+                    yield
+            self._states[chunk] = global_states(torch)

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spawnsim.training.optimizers import STEP, Rule
+
+if TYPE_CHECKING:
+    from spawnsim.columnar.shards import Shards
 
 ALIGN_NBYTES = 64  # each row begins on a cache line, so that results do not depend on which row it is
 Members = NDArray[np.int64] | slice  # which ranks take part: an index into columns over all ranks
@@ -96,8 +100,11 @@ class Rows:
         ranks: Number of rows.
 
     Attributes:
+        shards: Of a part: the division of an experiment's ranks over processes; the rows are this process's.
         of: Tensors (ranks, columns) by name: "weights", each state, and "step" if the rule counts steps.
     """
+
+    shards: Shards
 
     def __init__(self, plan: Plan, like: Tensor, rule: Rule, *, states: Sequence[str], ranks: int) -> None:
         self.plan, self.rule, self.states = plan, rule, tuple(states)
@@ -108,9 +115,10 @@ class Rows:
             self.of[STEP] = torch.zeros(ranks, len(plan.trained), dtype=dtype)
         self._pieces: dict[tuple[str, int], tuple[Tensor, ...]] = {}
 
-    def part(self, rows: slice) -> Rows:
-        """Return some rows, as views of the same memory."""
-        found = copy.copy(self)
+    def part(self, begin: int, shards: Shards) -> Rows:
+        """Return this process's rows of an experiment, as views of the same memory."""
+        found, rows = copy.copy(self), slice(begin, begin + shards.count)
+        found.shards = shards
         found.of = {name: each[rows] for name, each in self.of.items()}
         found._pieces = {}
         return found

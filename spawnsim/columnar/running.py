@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from spawnsim.columnar.meetings import Group, Turn
 from spawnsim.columnar.models import Models, Numbers, RandomWalk, Sizes
 from spawnsim.columnar.records import Kept, Round
 from spawnsim.columnar.rows import Members
+from spawnsim.columnar.saving import Saved
 from spawnsim.columnar.supported import InTurn, name_of
-from spawnsim.columnar.training import train_together, trained
+from spawnsim.columnar.training import Trained, train_together, trained
 from spawnsim.columnar.turns import turn_of
+from spawnsim.errors import ParameterError
 from spawnsim.models.network.cost import Ints
 from spawnsim.policies import (
     AsyncSelectiveAveragingPolicy,
@@ -40,8 +42,13 @@ from spawnsim.run.process_setup import one_thread
 from spawnsim.run.result import Run, ordered
 from spawnsim.virtual.digest import checksum
 
+if TYPE_CHECKING:
+    from spawnsim.comm import Comm
 
-def run(policy: SpawnPolicy, **given: Any) -> Run:
+WAIT_S = 7 * 86_400.0  # how long a process waits for others, which may train more slowly
+
+
+def run(policy: SpawnPolicy, *, comm: Comm | None = None, **given: Any) -> Run:
     """Run a policy over columns: times and decisions of very many ranks, with numbers as models or models that train.
 
     In each iteration every rank computes; if the policy's cadence is due, all living ranks then take its turn together.
@@ -49,6 +56,7 @@ def run(policy: SpawnPolicy, **given: Any) -> Run:
 
     Args:
         policy: a policy with the same parameters as on virtual ranks; the run does not change it.
+        comm: see `run_all`.
         given: the other arguments of `Experiment`; `ranks` and `iterations` are required.
 
     Returns:
@@ -59,10 +67,10 @@ def run(policy: SpawnPolicy, **given: Any) -> Run:
         UnsupportedError: the policy, a fault or a straggler has no form over columns.
         UsageError: the policy's rules refuse their input.
     """
-    return run_all([Experiment(policy=policy, **given)])[0]
+    return run_all([Experiment(policy=policy, **given)], comm=comm)[0]
 
 
-def run_all(experiments: Sequence[Experiment]) -> list[Run]:
+def run_all(experiments: Sequence[Experiment], *, comm: Comm | None = None) -> list[Run]:
     """Run experiments over columns at once: the steps of models that can train together become one step.
 
     The results are those of separate runs: equal clocks, decisions, messages and streams, and equal weights where
@@ -71,6 +79,8 @@ def run_all(experiments: Sequence[Experiment]) -> list[Run]:
     Args:
         experiments: the experiments, which may differ in everything. Models train together if their structure,
             optimizer, loss, scores and `max_norm` are equal, and their batches have equal shapes.
+        comm: real processes that make this call together: each trains a part of the models of every experiment, and
+            the first one writes the run folders. None: this process alone.
 
     Returns:
         The run of each experiment; `wall_seconds` is its share of the time of all.
@@ -82,33 +92,45 @@ def run_all(experiments: Sequence[Experiment]) -> list[Run]:
     places = [None if each.out is None else folder.named(each.out) for each in experiments]
     for place, each in zip(places, experiments, strict=True):
         if place is not None:
-            folder.require_free(place, overwrite=each.overwrite)
-    with one_thread():
+            folder.require_free(place, overwrite=each.overwrite or each.resume)
+    if comm is not None and any(each.training is None for each in experiments):
+        raise ParameterError(
+            "columnar: processes share models that train: without `training`, start one process"
+        )
+    with one_thread(), nullcontext() if comm is None else comm.clock.deadline(WAIT_S):
         runs = [_Running(each) for each in experiments]
-        for own, models in zip(runs, _models(experiments), strict=True):
+        for own, models in zip(runs, _models(experiments, comm), strict=True):
             own.begin(models)
         _go(runs)
-    wall_s = (time.perf_counter() - began_s) / max(len(runs), 1)
-    found = [own.result(wall_s) for own in runs]
+        wall_s = (time.perf_counter() - began_s) / max(len(runs), 1)
+        found = [own.result(wall_s) for own in runs]
     for place, made in zip(places, found, strict=True):
-        if place is not None:
+        if place is not None and (comm is None or comm.Get_rank() == 0):
             made.save(place)
     return found
 
 
-def _models(experiments: Sequence[Experiment]) -> list[Models]:
+def _models(experiments: Sequence[Experiment], comm: Comm | None) -> list[Models]:
     given = [
         (each.training, each.ranks, each.seed, each.policy)
         for each in experiments
         if each.training is not None
     ]
-    of_training = iter(trained(given))
+    of_training = iter(trained(given, comm))
     return [
-        next(of_training)
+        _saved(next(of_training), each)
         if each.training is not None
         else Numbers(each.quality if each.quality is not None else RandomWalk(), each.ranks, each.seed)
         for each in experiments
     ]
+
+
+def _saved(models: Trained, how: Experiment) -> Models:
+    if how.out is None or not (how.checkpoint_every or how.resume):
+        return models
+    models.require_savable()
+    saved = Saved(models, folder.named(how.out), every=how.checkpoint_every, resume=how.resume)
+    return cast(Models, saved)
 
 
 def _go(runs: Sequence[_Running]) -> None:
@@ -154,6 +176,8 @@ class _Running:
         self.blocks = self.replaced = self.lost = 0
         self.digest = hashlib.blake2b(digest_size=16)
         self.ended = False
+        if isinstance(models, Saved):
+            models.begin(self._described())
 
     def _turn(self, sizes: Callable[[SpawnPolicy], Sizes]) -> Turn:
         draws: dict[str, Any] = {"seed": self.how.seed, "streams": self.how.streams}
@@ -234,7 +258,7 @@ class _Running:
         self.left_s[:] = cards.clock
         parts = [cards.clock] if decision is None else [cards.clock, decision.replaced, decision.donors]
         self.digest.update(str([checksum(part) for part in parts]).encode())
-        if self.how.on_round is not None:
+        if self.how.on_round is not None and not self.models.replays:
             self.how.on_round(done)
 
     def result(self, wall_s: float) -> Run:

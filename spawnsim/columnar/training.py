@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from spawnsim.columnar import exchange
 from spawnsim.columnar.fleet import Fleet, Order, Share, fleets
 from spawnsim.columnar.models import Models, Sizes
 from spawnsim.columnar.program import name_of
-from spawnsim.columnar.rows import WEIGHTS, Members, at
+from spawnsim.columnar.rows import WEIGHTS, Members
 from spawnsim.columnar.supported import check_policy, parts_of, travels_of
 from spawnsim.errors import ParameterError, UnsupportedError, UsageError
 from spawnsim.models.network.cost import Floats, Ints
@@ -31,6 +31,7 @@ from spawnsim.policies import (
     OuterOptimizerPolicy,
     SPARTAPolicy,
     SpawnPolicy,
+    StreamingDiLoCoPolicy,
 )
 from spawnsim.policies.gossip import WEIGHT
 from spawnsim.policies.outer_optimizer import GlobalWeightsPolicy
@@ -42,6 +43,9 @@ from spawnsim.random import Streams, generator
 from spawnsim.record.recorder import document
 from spawnsim.training.optimizers import STEP
 from spawnsim.virtual.digest import checksum
+
+if TYPE_CHECKING:
+    from spawnsim.comm import Comm
 
 Build = Callable[[Streams], tuple[nn.Module, torch.optim.Optimizer]]
 Data = Callable[[Streams, int, int], Iterable[Any]]
@@ -105,6 +109,8 @@ class Training:
     def model(self, rank: int | None = None) -> nn.Module:
         """Return a copy of a rank's model, from the current run (within `on_round`) or the latest one.
 
+        If processes share the run, all of them must call it.
+
         Args:
             rank: the rank; None: the mean of the models of all living ranks.
 
@@ -125,15 +131,19 @@ class Trained(Models):
         fleet: the rows.
         share: the experiment's share of them.
         policy: its policy.
+
+    Attributes:
+        shards: division of its ranks over processes.
     """
 
     def __init__(self, how: Training, fleet: Fleet, share: Share, policy: SpawnPolicy) -> None:
         # A weak reference avoids a cycle: the memory of a run is freed with the last reference to its `Training`.
         self._holder, self._how = weakref.ref(how), share.how
-        self._fleet, self._share, self._rows = fleet, share, fleet.part(share)
+        self._fleet, self._share, self._rows, self.shards = fleet, share, fleet.part(share), share.shards
+        self._parts = parts_of(policy)
         self._members = np.arange(share.ranks)  # the living ranks
         self._scores: dict[Score, Floats] = {}  # of the present weights
-        self._settings = any(travels_of(each).settings for each in parts_of(policy))
+        self._settings = any(travels_of(each).settings for each in self._parts)
         self._explore: dict[int, np.random.Generator] = {}  # by rank, from its first replacement on
         self._outer: dict[SpawnPolicy, exchange.GlobalWeights] = {}
 
@@ -186,17 +196,18 @@ class Trained(Models):
         self._scores.clear()
         if (how := self._holder()) is not None:
             how._trained = self
-        return Order(self._share, self._members.tolist(), first, count)
+        return Order(self._share, (self.shards.own(members) + self.shards.first).tolist(), first, count)
 
     # -------------------------------------------------------------------------------------------------- judging
     @property
     def _losses(self) -> Floats:
-        return self._fleet.losses[self._share.begin : self._share.begin + self._share.ranks]
+        return self._fleet.losses[self._share.begin : self._share.begin + self.shards.count]
 
     def metrics(self, iteration: int) -> Floats:
         if (how := self._holder()) is not None:
             how._trained = self  # experiments may share their functions
-        return -self._losses if self._how.score is None else self._evaluated(self._how.score).copy()
+        score = self._how.score
+        return self.shards.gathered(-self._losses if score is None else self._evaluated(score).copy())
 
     def columns(self) -> dict[str, Floats]:
         found = {"loss": self._losses}
@@ -205,7 +216,8 @@ class Trained(Models):
         if (score := self._how.score) is not None:
             name = name_of(score)
             found[name if name.isidentifier() and name not in COLUMNS else "score"] = self._evaluated(score)
-        return found | {name_of(each): self._evaluated(each) for each in self._how.report}
+        found |= {name_of(each): self._evaluated(each) for each in self._how.report}
+        return {name: self.shards.gathered(each) for name, each in found.items()}
 
     def of_mean(self) -> dict[str, float]:
         if not self._how.report:
@@ -230,12 +242,15 @@ class Trained(Models):
 
     def replace(self, decision: Decision, policy: AsyncSelectiveAveragingPolicy) -> None:
         heaviest, how = exchange.replace(self._rows, decision, policy), policy.replacement
-        rates = self._share.rates
-        taken = {rank: rates[donor] for rank, donor in heaviest.items()} if how.travels.settings else {}
+        rates, first, taken = self._share.rates, self.shards.first, dict[int, tuple[float, ...]]()
+        if how.travels.settings:
+            held = {"rates": torch.tensor(rates, dtype=torch.float64)}
+            of = self.shards.fetched(held, decision.receivers, decision.donors)
+            taken = {rank: tuple(of(donor)["rates"].tolist()) for rank, donor in heaviest.items()}
         for rank in heaviest if how.explore is not None else ():
-            taken[rank] = self._explored(rank, taken.get(rank, rates[rank]), how.explore)
+            taken[rank] = self._explored(rank, taken.get(rank, rates[rank - first]), how.explore)
         for rank, own in taken.items():
-            rates[rank] = own
+            rates[rank - first] = own
 
     def _explored(self, rank: int, rates: tuple[float, ...], explore: Any) -> tuple[float, ...]:
         """Return the learning rates to which a replaced rank varies its own, from its own stream."""
@@ -259,9 +274,10 @@ class Trained(Models):
     def step_together(
         self, members: Members, policy: GlobalWeightsPolicy, iteration: int, place: int = 0
     ) -> None:
-        ranks = np.arange(self._share.ranks)[members].tolist()
+        ranks = (self.shards.own(members) + self.shards.first).tolist()
         inner_lr = isinstance(policy, OuterOptimizerPolicy) and policy.inner_lr
         rates = {own[0] for own in self._share.rates_of(ranks, iteration)} if inner_lr else {1.0}
+        rates = set().union(*self.shards.each(rates))
         if len(rates) > 1:
             raise UsageError(
                 f"columnar: {type(policy).__name__} with inner_lr, and ranks whose learning rates differ: "
@@ -271,6 +287,45 @@ class Trained(Models):
             self._rows, members, policy, outer=self._outer[policy], place=place, scale=rates.pop()
         )
 
+    # --------------------------------------------------------------------------------------------- checkpoints
+    def require_savable(self) -> None:
+        """Raise `UnsupportedError` if models have state that checkpoints lack."""
+        for policy in self._parts:
+            explores = isinstance(policy, AsyncSelectiveAveragingPolicy) and policy.replacement.explore
+            encodes = isinstance(policy, GlobalWeightsPolicy) and policy.outer.feedback is not None
+            streams = isinstance(policy, StreamingDiLoCoPolicy)
+            if self._settings or explores or encodes or streams:
+                raise UnsupportedError(
+                    f"columnar: checkpoints of {type(policy).__name__} with learning rates that travel or vary, "
+                    "compression, or means under way, are not supported: leave out checkpoint_every and resume"
+                )
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return everything that the models of this process consist of, a row each: the memory itself."""
+        return {**self._rows.of, "losses": torch.from_numpy(self._losses)}
+
+    def shared(self) -> dict[str, dict[str, Tensor]]:
+        """Return the global weights and the outer momentum, by the policy's place among the parts of the whole one."""
+        outer = {str(place): self._outer.get(each) for place, each in enumerate(self._parts)}
+        return {
+            place: {"weights": each.weights, "momentum": each.momentum}
+            for place, each in outer.items()
+            if each
+        }
+
+    def set_shared(self, shared: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Set what `shared` has returned."""
+        for place, each in shared.items():
+            weights, momentum = (
+                each[name].to(self._rows.of[WEIGHTS].device) for name in ("weights", "momentum")
+            )
+            found = self._outer[self._parts[int(place)]] = exchange.GlobalWeights(weights)
+            found.momentum = momentum
+
+    def skip(self, first: int, count: int, members: Members) -> None:
+        """Draw the batches of `train` without making a step."""
+        self._fleet.skip(self.order(first, count, members))
+
     # -------------------------------------------------------------------------------------------------- looking
     def model(self, rank: int | None) -> nn.Module:
         """Return a copy of a rank's model; None: a model with the mean weights of all living ranks."""
@@ -278,21 +333,27 @@ class Trained(Models):
             raise ParameterError(f"rank={rank!r}: there are {self._share.ranks}, numbered from 0")
         weights = self._rows.of[WEIGHTS]
         if rank is None:
-            return self._fleet.filled(weights[at(self._members.tolist())].mean(0))
-        return self._fleet.filled(weights[rank])
+            return self._fleet.filled(exchange.mean_of(self.shards, weights, self._members))
+        return self._fleet.filled(self.shards.row(weights, rank))
 
     def checksum(self) -> int:
-        return checksum([self._rows.of[WEIGHTS].cpu().numpy(), self._losses])
+        weights, losses, chunk = self._rows.of[WEIGHTS].cpu().numpy(), self._losses, self.shards.chunk
+        chunks = [slice(begin, begin + chunk) for begin in range(0, self.shards.count, chunk)]
+        own = [checksum([weights[each], losses[each]]) for each in chunks]
+        return checksum(np.concatenate(self.shards.each(np.array(own))))
 
     def described(self) -> dict[str, Any]:
         return {"training": document(self._how)}
 
 
-def trained(given: Sequence[tuple[Training, int, int, SpawnPolicy]]) -> list[Trained]:
+def trained(
+    given: Sequence[tuple[Training, int, int, SpawnPolicy]], comm: Comm | None = None
+) -> list[Trained]:
     """Return the models of some experiments, each in a fleet with all others that can train together.
 
     Args:
         given: for each experiment how models train, the number of ranks, the seed, and the policy.
+        comm: processes that share the models; None: this one alone.
 
     Raises:
         UnsupportedError: models, optimizers, the score, or the policy with such models have no form over columns.
@@ -304,7 +365,7 @@ def trained(given: Sequence[tuple[Training, int, int, SpawnPolicy]]) -> list[Tra
         raise UnsupportedError("columnar: models train in their own dtype: leave the autocast block")
     shares = [Share(copy.copy(how), ranks, seed) for how, ranks, seed, _ in given]
     with torch.inference_mode(False), torch.enable_grad():
-        fleet_of = {id(share): fleet for fleet, own in fleets(shares) for share in own}
+        fleet_of = {id(share): fleet for fleet, own in fleets(shares, comm) for share in own}
     return [
         Trained(how, fleet_of[id(share)], share, policy)
         for share, (how, _, _, policy) in zip(shares, given, strict=True)

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spawnsim.cli.columnar import Columnar
+from spawnsim.cli.declaring import parser_of
 from spawnsim.cli.run import RunCommand
 
 LAUNCHING = Path(__file__).parents[2] / "docs" / "launching"
 
 
-def test_the_batch_script_parses():
+@pytest.mark.parametrize("name", ["slurm.sbatch", "columns.sbatch"])
+def test_the_batch_script_parses(name):
     """`bash -n` finds no fault, and all options stand before the first command, where Slurm reads them."""
-    script = LAUNCHING / "slurm.sbatch"
+    script = LAUNCHING / name
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     lines = [line for line in script.read_text().splitlines() if line]
     options = [place for place, line in enumerate(lines) if line.startswith("#SBATCH")]
@@ -42,6 +45,15 @@ def pods(node):
     elif isinstance(node, list):
         for value in node:
             yield from pods(value)
+
+
+def test_the_job_over_columns_may_be_submitted_again():
+    """Its command is one that spawnsim takes, saves models, and continues."""
+    last = (LAUNCHING / "columns.sbatch").read_text().splitlines()[-1]
+    options = parser_of(Columnar).parse_args(last.split("spawnsim columnar ")[1].split())
+    assert options.resume
+    assert "checkpoint_every=50" in options.set
+    assert options.train.name == "learn.py"
 
 
 def test_the_commands_are_ones_that_spawnsim_takes():
