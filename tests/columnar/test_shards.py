@@ -54,6 +54,7 @@ CASES = {
     "gossip": (GossipPolicy(2), {}, {}),
     "elastic": (EASGDPolicy(2), {}, {"mtbf_s": 0.5}),
     "sparse": (SPARTAPolicy(1, share=0.1), {}, {}),
+    "streaming": (StreamingDiLoCoPolicy(4, fragments=2), {}, {}),
     "compressed": (OuterOptimizerPolicy(3, compression="uniform8"), {}, {}),
     "generators": (AverageAllPolicy(3), {"data": drawn}, {}),
 }
