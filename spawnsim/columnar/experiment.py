@@ -123,6 +123,11 @@ class Experiment:
                 f"columnar: {self.ranks} ranks share {platform.cores.count} cores of a node: the end of a block "
                 "then depends on all other ranks; run it on virtual ranks, or leave cores out of the platform"
             )
+        if platform.network.gamma_of:
+            raise UnsupportedError(
+                "columnar: reductions with a speed for each dtype have no form over columns: give one speed, or run it "
+                "on virtual ranks"
+            )
         plan = FaultPlan.parse(self.faults, seed=self.seed, ranks=self.ranks, network=platform.network)
         plan.check(self.ranks)
         other = [fault.kind for fault in plan.faults if not isinstance(fault, (Crash, Pause, SlowDown))]

@@ -350,6 +350,9 @@ def test_a_coordinator_that_dies_is_followed_by_the_last_rank():
 
 
 # -------------------------------------------------------------------------------------------- refused, and written
+BY_DTYPE = Switch(Hockney(1e-5, 1e9), gamma_s_per_B=1e-10, gamma_of=(("bfloat16", 2e-10),))
+
+
 class _Own(AverageAllPolicy):
     def act(self, *args):
         return super().act(*args)
@@ -367,6 +370,7 @@ class _Own(AverageAllPolicy):
         (Selective(1, wiring=ExchangeOptions(quorum=0.5)), {}, "a quorum"),
         (Selective(1), {"platform": Switch(Hockney(1e-5, 1e9), contention="fifo"), "compute": 1}, "fifo"),
         (Selective(1), {"platform": CHANGING}, "change with time"),
+        (AverageAllPolicy(1), {"platform": BY_DTYPE, "compute": 1}, "a speed for each dtype"),
         (Selective(1), {"faults": "drop:0>1@1s"}, "'drop'"),
         (Selective(1), {"stragglers": "markov:1s,1s,2", "streams": "bulk"}, "--set streams=ranks"),
         (Selective(1), {"platform": NODES.network}, "states no duration"),
