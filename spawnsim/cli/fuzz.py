@@ -38,9 +38,8 @@ from spawnsim.fuzzing.exploring import Covered, Exhaustion, crash_points
 from spawnsim.options import parameters
 from spawnsim.run.process_setup import stoppable
 from spawnsim.run.program import ProgramFile, refuse_arguments
-from spawnsim.units import counted, limit, seconds, text_table
+from spawnsim.units import counted, limit, seconds
 
-PAIRS = 40  # number of pairs of call and fault shown
 NONE = ("none", "")
 
 
@@ -216,18 +215,7 @@ def numbers(text: str) -> list[int]:
 def report(found: Found, file: str, depth: int = 0) -> str:
     """Return the findings of a campaign as text; `depth`, of its randomized priorities, if it has any."""
     parts = [_failure(found, key, file) for key in sorted(found.failures)]
-    kinds = found.kinds()
-    rows = [(kind, f"{found.drawn[kind]:,}", f"{kinds[kind]:,}") for kind in sorted(found.drawn | kinds)]
-    if rows:
-        parts.append(text_table(("fault", "cases with it", "times it struck"), rows))
-    unproved = [kind for kind in sorted(found.drawn) if not kinds[kind]]
-    if unproved:
-        parts.append(f"never took effect, so nothing is known about it: {', '.join(unproved)}")
-    pairs = [
-        f"{kind} × {call or 'an event'} {times:,}" for (kind, call), times in found.fired.most_common(PAIRS)
-    ]
-    if pairs:
-        parts.append(f"fault × call: {', '.join(pairs)}" + " …" * (len(found.fired) > PAIRS))
+    parts += found.report()
     if found.steps:
         parts.append(_chances(found, depth))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
@@ -271,6 +259,7 @@ def explored(found: Covered, file: str, most: float) -> str:
         runs=found.runs, failures=found.failures, small=found.small, counts=Counter(found.failures.keys())
     )
     parts = [_failure(whole, key, file) for key in sorted(found.failures)]
+    parts += found.reached.report()
     schedules = sum(found.schedules.values())
     bound = "" if math.isinf(most) else f" with at most {counted(int(most), 'deviation')}"
     within = f" in {counted(found.cases, 'case')}" if found.cases > 1 else ""
@@ -297,7 +286,7 @@ def _covered(found: Covered, file: Path) -> dict[str, Any]:
     return {
         "cases": found.cases, "schedules": dict(sorted(found.schedules.items())), "runs": found.runs,
         "infeasible": found.infeasible, "left": found.left, "ended": found.ended, "seconds": found.seconds,
-        "complete": None if math.isinf(found.complete) else found.complete,
+        "complete": None if math.isinf(found.complete) else found.complete, **found.reached.document(),
         "failures": [
             {"what": small.what, "place": small.place, "message": small.message, "choices": small.case.choices,
              "replay": small.case.command(str(file))}
@@ -316,8 +305,7 @@ def document(found: Found, file: Path) -> dict[str, Any]:
         }
 
     return {
-        "runs": found.runs, "seconds": found.seconds, "ended": found.ended, "drawn": dict(found.drawn),
-        "fired": [[kind, call, times] for (kind, call), times in sorted(found.fired.items())],
+        "runs": found.runs, "seconds": found.seconds, "ended": found.ended, **found.document(),
         "failures": [
             summary(failure) | {"count": found.counts[key], "small": summary(found.small.get(key, failure))}
             for key, failure in sorted(found.failures.items())

@@ -36,6 +36,7 @@ from spawnsim.errors import (
 )
 from spawnsim.fuzzing.cases import Calm, Case, Space
 from spawnsim.fuzzing.checks import Watch
+from spawnsim.fuzzing.coverage import Reached
 from spawnsim.fuzzing.shrinking import shrunk
 from spawnsim.record import manifest
 from spawnsim.run import Run
@@ -133,14 +134,12 @@ def _own_modules(path: Path) -> frozenset[str]:
 
 
 @dataclass
-class Found:
+class Found(Reached):
     """The findings of a campaign, or of a part of one.
 
     Attributes:
         runs: number of cases that ran.
         ended: runs that faults have ended as MPI's rules allow (a rank died and the program does not survive that).
-        drawn: for each kind of fault, the number of cases in which it was planned.
-        fired: for each kind and call, how often it has struck.
         failures: the first failure of each kind, as found.
         counts: number of failures of each kind.
         small: the same failures in their smallest case.
@@ -150,8 +149,6 @@ class Found:
 
     runs: int = 0
     ended: int = 0
-    drawn: Counter[str] = field(default_factory=Counter)
-    fired: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     small: dict[tuple[str, str], Failure] = field(default_factory=dict)
@@ -161,27 +158,20 @@ class Found:
     def add(self, other: Found) -> None:
         self.steps |= other.steps
         self.runs, self.ended = self.runs + other.runs, self.ended + other.ended
-        self.drawn, self.fired, self.counts = (
-            self.drawn + other.drawn, self.fired + other.fired, self.counts + other.counts
-        )  # fmt: skip
+        self.counts += other.counts
+        self.gather(other)
         for key, failure in other.failures.items():
             known = self.failures.get(key)
             if known is None or failure.case.seed < known.case.seed:
                 self.failures[key] = failure
 
-    def kinds(self) -> Counter[str]:
-        kinds: Counter[str] = Counter()
-        for (kind, _), times in self.fired.items():
-            kinds[kind] += times
-        return kinds
-
 
 # ------------------------------------------------------------------------------------------------------- one case
 
 
-def attempt(target: Target, case: Case) -> tuple[Failure | None, Watch, bool]:
-    """Run one case; return the failure, the watch, and whether faults have ended the run."""
-    watch, error = Watch(case), None
+def attempt(target: Target, case: Case, *, census: bool = False) -> tuple[Failure | None, Watch, bool]:
+    """Run one case; return the failure, the watch, and whether faults have ended the run. `census`: see `Watch`."""
+    watch, error = Watch(case, census=census), None
     try:
         task, check = target.load(case.parameters)
         with watch.in_place(), _overdue(LIMIT_S):
@@ -297,10 +287,12 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
 
     def calm(ranks: int) -> Calm:
         if ranks not in known:
-            _, watch, _ = attempt(target, space.calm(ranks))
+            _, watch, _ = attempt(target, space.calm(ranks), census=True)
             clocks = [0.0] if watch.world is None else [task.clock for task in watch.world.kernel.tasks]
             gap_s = watch.longest_gap_s() if watch.world is not None else 0.0
-            known[ranks] = Calm(max(clocks), gap_s, watch.has_policies, watch.steps)
+            known[ranks] = Calm(
+                max(clocks), gap_s, watch.has_policies, watch.steps, frozenset(watch.reached().calls)
+            )
         return known[ranks]
 
     linecache.checkcache()
@@ -311,8 +303,8 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
             found.runs, found.ended = found.runs + 1, found.ended + ended
             if space.depth:
                 found.steps[case.ranks] = known[case.ranks].steps
-            found.drawn.update({fault.kind for fault in case.plan.faults})
-            found.fired.update(watch.fired())
+            found.gather(watch.reached())
+            found.calls |= known[case.ranks].calls if case.ranks in known else set()
             if failure is not None:
                 found.counts[failure.key] += 1
                 found.failures.setdefault(failure.key, failure)

@@ -71,13 +71,14 @@ class Calm(NamedTuple):
     """A program's behavior without faults: its duration, and the longest time of any rank without progress.
 
     `waits`: whether it has policies, whose own timers may make ranks wait for each other. `steps`: its calls, in a
-    space with priorities.
+    space with priorities. `calls`: their names.
     """
 
     lasts_s: float
     step_s: float
     waits: bool = False
     steps: int = 0
+    calls: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,21 +22,27 @@ from typing import Any, NamedTuple
 
 from spawnsim.errors import CheckFailed
 from spawnsim.fuzzing.cases import Case
+from spawnsim.fuzzing.coverage import BETWEEN, Reached
 from spawnsim.models.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.record import Recorder
 from spawnsim.virtual.choices import Choices, parsed
 from spawnsim.virtual.choosing import chosen, stepped
 from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.event_queue import PCT, Priorities
-from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.kernel import RankDied, Task, current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
+from spawnsim.virtual.timeline import being_watched
 
 ROUNDING = 64  # units in the last place by which sums may differ
 COMPRESSED = 2e-3  # relative error of weights that travelled as float16
 WAITS = 10  # deadlines that one call of a policy may take: it makes several calls
 DAMAGE = "corrupt"  # a kind of fault after which numbers may be arbitrary
+# Events that the simulator records of faults and ranks; all other events are states of policies and programs.
+OF_FAULTS = frozenset(
+    ("crash", "restart", "skew", "pause", "slow", "link", "requeue", "warning", "late_message")
+)
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,12 @@ def _call() -> str:
 class Watch(Recorder):
     """Observes one run: records it, checks the invariants of its policies, and records which faults struck."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, census: bool = False) -> None:
+        """Observe a run of `case`; with `census`, record the calls that the program makes, too."""
         super().__init__()
-        self.case = case
+        self.case, self.census = case, census
+        self.calls: set[str] = set()  # of a census
+        self.states: Counter[tuple[str, bool]] = Counter()  # states of policies, and whether a rank had died
         self.plan = WatchedPlan(case.plan.faults, case.seed)
         self.world: World | None = None
         self.choices: Choices | None = None
@@ -117,6 +126,7 @@ class Watch(Recorder):
         self.table_of_ranks = ""  # calls and lines of the ranks when the run failed
         # Whether any policy was called: then their averages count as progress, otherwise recorded rows.
         self.has_policies = False
+        self._deaths: dict[int, str] = {}  # by rank: the call in which it has reached its death
         self._inside: dict[Task, float] = {}
         self._clocks: dict[Task, float] = {}
         self._models: dict[int, tuple[Any, set[int]]] = {}  # each rank's storages, and their addresses
@@ -145,11 +155,36 @@ class Watch(Recorder):
         elif kind == "link":
             self.lost = self.lost or "lost" in str(fields.get("what", ""))
             self.plan.place(str(fields.get("call", "")))
+        if kind not in OF_FAULTS:
+            self._reach(kind)
 
     def _where(self, rank: int) -> str:
+        if rank in self._deaths:
+            return self._deaths.pop(rank)
         tasks = self.world.ranks[rank].tasks if self.world is not None else []
-        wait = tasks[0].wait if tasks else None
-        return "between calls" if wait is None else wait.describe().partition("(")[0].partition(" ")[0]
+        if not tasks:
+            return BETWEEN
+        if tasks[0].wait is not None:
+            return tasks[0].wait.describe().partition("(")[0].partition(" ")[0]
+        # An event may happen on the rank's own stack.
+        frame = sys._getframe() if tasks[0] is current_task() else tasks[0].carrier.gr_frame
+        return diagnosis.calling(frame) or BETWEEN
+
+    def _reach(self, state: str) -> None:
+        """Count a state of a policy."""
+        self.states[state, self.world is not None and bool(self.world.failed)] += 1
+
+    def _die(self, die: Callable[[], RankDied]) -> RankDied:
+        """Note the call of the running rank, which has reached its death; its crash is recorded after the call."""
+        rank = self.world.kernel.current.rank if self.world is not None else -1
+        if self.world is not None and rank >= 0 and not self.world.ranks[rank].dead:
+            self._deaths[rank] = _call() or BETWEEN
+        return die()
+
+    def _count(self, name: str, _subject: Any, call: Callable[[], Any]) -> Any:
+        """Note a call of the program and make it: calls within it are part of it."""
+        self.calls.add(diagnosis.calling(sys._getframe(1)) or name)
+        return call()
 
     # -- policies ----------------------------------------------------------------------------------------------
 
@@ -157,6 +192,8 @@ class Watch(Recorder):
     def in_place(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(Patches(self._wrap).in_place())
+            if self.census:
+                stack.enter_context(being_watched())
             if self.case.choices is not None:
                 stack.enter_context(chosen())
             if self.case.ties.startswith(PCT):
@@ -165,6 +202,10 @@ class Watch(Recorder):
 
     def prepare(self, world: World) -> None:
         self.world = world
+        if self.census:
+            world.watchers.append(self._count)
+        kernel: Any = world.kernel
+        kernel.die = functools.partial(self._die, kernel.die)
         if self.case.choices is not None:
             self.choices = world.choices = Choices(world, parsed(self.case.choices))
         for rank in world.ranks:
@@ -225,6 +266,9 @@ class Watch(Recorder):
             f"{type(policy).__name__} took {took_s:.6g} virtual s; deadlines and faults explain {self._limit_s:.6g} s",
         )  # fmt: skip
         averaged = bool(info.get("averaged_this_iteration") or info.get("is_replaced"))
+        for flag, state in (("averaged_this_iteration", "average"), ("is_replaced", "replacement")):
+            if info.get(flag):
+                self._reach(f"{type(policy).__name__}'s {state}")
         # A replacement policy may find no donor for long: its completed calls count as progress.
         if averaged or "progress" not in policy.promises:
             self.progress_s[task.rank].append(task.clock)
@@ -372,6 +416,13 @@ class Watch(Recorder):
 
     def fired(self) -> Counter[tuple[str, str]]:
         return self.struck + self.plan.fired
+
+    def reached(self) -> Reached:
+        """Return the coverage of this run."""
+        drawn = Counter({fault.kind for fault in self.plan.faults})
+        busy = self.census and self.world is not None and any(rank.compute_s for rank in self.world.ranks)
+        calls = self.calls | ({"compute"} if busy else set())
+        return Reached(drawn, self.fired(), calls, self.states)
 
 
 def _limit_s(case: Case) -> float:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from spawnsim.errors import Deadlock, Livelock, Timeout
 from spawnsim.fuzzing.campaign import Failure, Overdue, Target, _Here, _silent, attempt
 from spawnsim.fuzzing.cases import Case
+from spawnsim.fuzzing.coverage import Reached
 from spawnsim.run.process_setup import one_thread
 from spawnsim.study.executors import pool
 from spawnsim.virtual.choices import Key, Outcome, parsed, written
@@ -32,12 +33,13 @@ ENDLESS = {each.__name__ for each in (Deadlock, Livelock, Timeout, Overdue)}
 
 
 class Explored(NamedTuple):
-    """The outcome of one record: its schedule, None if it is infeasible; its branches; the failure."""
+    """The outcome of one record: its schedule, None if it is infeasible; its branches; the failure; its coverage."""
 
     schedule: dict[Key, Outcome] | None
     branches: list[dict[Key, Outcome]]
     failure: Failure | None
     ended: bool
+    reached: Reached
 
 
 def explore(target: Target, case: Case, records: Sequence[str], *, expand: bool = True) -> list[Explored]:
@@ -47,15 +49,15 @@ def explore(target: Target, case: Case, records: Sequence[str], *, expand: bool 
 
 
 def _explore(target: Target, case: Case, expand: bool) -> Explored:
-    failure, watch, ended = attempt(target, case)
-    choices = watch.choices
+    failure, watch, ended = attempt(target, case, census=not case.choices and not case.faults)
+    choices, reached = watch.choices, watch.reached()
     if choices is None:  # it failed before it began
-        return Explored({}, [], failure, ended)
+        return Explored({}, [], failure, ended, reached)
     choices.settle()
     waits = failure is None or failure.what in ENDLESS
     if choices.infeasible() and (waits or not choices.open()):
-        return Explored(None, [], None, False)
-    return Explored(choices.leaf(), list(choices.branches()) if expand else [], failure, ended)
+        return Explored(None, [], None, False, reached)
+    return Explored(choices.leaf(), list(choices.branches()) if expand else [], failure, ended, reached)
 
 
 class Seen:
@@ -96,6 +98,7 @@ class Covered:
         failures: failures of different kinds, each with the fewest deviations.
         ended: schedules that faults have ended as MPI's rules allow.
         seconds: wall time.
+        reached: the coverage of the schedules.
     """
 
     cases: int = 0
@@ -109,6 +112,7 @@ class Covered:
     small: dict[tuple[str, str], Failure] = field(default_factory=dict)
     ended: int = 0
     seconds: float = 0.0
+    reached: Reached = field(default_factory=Reached)
 
 
 class Exploration:
@@ -141,6 +145,7 @@ class Exploration:
                 continue  # two processes have found it at once
             self._seen.add(each.schedule)
             self.found.schedules[depth] += 1
+            self.found.reached.gather(each.reached)
             if each.failure is not None:
                 self.found.failures.setdefault(each.failure.key, each.failure)
             if depth < self.most:
