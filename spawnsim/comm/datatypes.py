@@ -25,17 +25,18 @@ from spawnsim.comm.failures import (
     lacking,
 )
 from spawnsim.comm.handles import AINT as LARGE
-from spawnsim.comm.handles import Handle, each_integer, integer, same_kind
+from spawnsim.comm.handles import Owned, each_integer, integer, same_kind
 from spawnsim.comm.layouts import BF16, Bytes, Layout, Recipe, atom, integers, place, repeat, subarray_layout
 from spawnsim.comm.memory import as_bytes, flat
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray, is_phantom
 
 
-class Constructors(Handle):
+class Constructors(Owned):
     """The constructors of `Datatype`."""
 
     __slots__ = ()
+    kind = "datatype"
 
     def live(self) -> Layout:
         raise NotImplementedError
@@ -201,7 +202,7 @@ class Datatype(Constructors):
         self = cls()
         self._identity, self.layout, self.recipe, self.family = object(), layout, recipe, "derived"
         self.size, self.dense = layout.size, layout.dense
-        return self
+        return self._made()
 
     def live(self) -> Layout:
         """Return the layout; a null or freed datatype is an error."""
@@ -271,7 +272,7 @@ class Datatype(Constructors):
             # MPI: freeing a predefined type is erroneous. All ranks share it here, so one rank would take it from
             # the others.
             raise CallError(ERR_TYPE, f"{self._name} is predefined and cannot be freed")
-        self._identity = None
+        self._freed()
 
     # Construction
 

@@ -10,11 +10,11 @@ from typing import Any, Final, Self
 
 from spawnsim.comm.constants import IDENT, PROC_NULL, SIMILAR, UNDEFINED, UNEQUAL
 from spawnsim.comm.failures import ERR_ARG, ERR_GROUP, ERR_RANK, CallError, lacking
-from spawnsim.comm.handles import Handle, each_integer, integer, reduced, same_kind
+from spawnsim.comm.handles import Owned, each_integer, integer, reduced, same_kind
 
 
 @lacking
-class Group(Handle):
+class Group(Owned):
     """An ordered set of processes, with mpi4py's method names; `Group.of(members, me)` creates one.
 
     `members[rank]` is the process number of a rank (any number that all ranks of a run agree on). `me` is the caller's
@@ -22,6 +22,7 @@ class Group(Handle):
     """
 
     __slots__ = ("_places", "me", "members")
+    kind = "group"
     members: tuple[int, ...]
     me: int | None
     _places: dict[int, int] | None
@@ -41,7 +42,7 @@ class Group(Handle):
         self = cls()
         self.members = members if isinstance(members, tuple) else tuple(members)
         self._identity, self.me = self.members, me
-        return self
+        return self._made() if self.members else self  # the empty group is predefined
 
     def live(self) -> tuple[int, ...]:
         """Return the members; a null or freed group is an error."""
@@ -151,7 +152,7 @@ class Group(Handle):
 
     def Free(self) -> None:
         self.live()
-        self._identity = None
+        self._freed()
 
 
 def _me(*groups: Group) -> int | None:

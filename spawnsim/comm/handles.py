@@ -144,6 +144,24 @@ class Handle(Identity):
     __slots__ = ("__weakref__", "_identity")
 
 
+class Owned(Handle):
+    """A handle of an object that a program makes and must free; observers see it when it is new and when freed."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    observers: ClassVar[list[Callable[[Owned, bool], None]]] = []  # the flag: whether it is new
+
+    def _made(self) -> Self:
+        for observer in self.observers:
+            observer(self, True)
+        return self
+
+    def _freed(self) -> None:
+        for observer in self.observers:
+            observer(self, False)
+        self._identity = None
+
+
 def _kin(one: Identity, other: Identity) -> bool:
     """Return whether two null handles are of the same kind (`DATATYPE_NULL == OP_NULL` is false)."""
     return isinstance(one, type(other)) or isinstance(other, type(one))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from spawnsim.comm.buffers import as_buffer
 from spawnsim.comm.datatypes import BY_DTYPE, BYTE, Datatype
 from spawnsim.comm.failures import ERR_OP, CallError
-from spawnsim.comm.handles import Handle, reduced, same_kind
+from spawnsim.comm.handles import Owned, reduced, same_kind
 from spawnsim.comm.layouts import BF16
 from spawnsim.comm.memory import as_bytes, buffer
 from spawnsim.errors import ParameterError
@@ -129,10 +129,11 @@ UserFunction = Callable[[Any, Any, Any], Any]
 RMA_ONLY: Final = ("REPLACE", "NO_OP")
 
 
-class Op(Handle):
+class Op(Owned):
     """An operation under mpi4py's names; `op(x, y)` applies it to two objects, `op.reduce` to two arrays."""
 
     __slots__ = ("_combine", "commute", "function", "name")
+    kind = "operation"
     name: str
     function: UserFunction | None
     _combine: Kernel
@@ -160,14 +161,14 @@ class Op(Handle):
         """Return a user-defined operation: `function(inbuf, inoutbuf, datatype)` writes to `inoutbuf`."""
         self = cls()
         self._identity, self.name, self.function, self.commute = object(), "", function, bool(commute)
-        return self
+        return self._made()
 
     def Free(self) -> None:
         """Make this handle null; predefined operations cannot be freed."""
         self._live()
         if self.is_predefined:
             raise CallError(ERR_OP, f"{self.name} is predefined and cannot be freed")
-        self._identity = None
+        self._freed()
 
     def _live(self) -> None:
         if self._identity is None:

@@ -1,4 +1,4 @@
-"""Requests, messages, windows, files and communicators left open at the end of a run, in one sentence for each kind.
+"""Requests, messages, windows, communicators and other objects left open at the end of a run: a sentence for each kind.
 
 Unmodified programs register all of them as they are created and released (`World.resource_leaks`). For a program with
 `main(comm)`, only receives and windows are reported: policies that do not wait for other ranks leave sends and
@@ -11,9 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from types import FrameType
 from typing import Any
 
+from spawnsim.comm.handles import Owned
+from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
 from spawnsim.waits import is_program, line
@@ -44,12 +47,14 @@ def _call(member: Any, *about: Any) -> str:
 
 
 class ResourceLeaks:
-    """The open requests, messages, windows, files and communicators of one run of an unmodified program."""
+    """What one run of an unmodified program has open: requests, messages, windows, files and all that MPI frees."""
 
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}
         self._contexts: dict[Any, str] = {}  # and the program's line that made each
         self._freed: Counter[Any] = Counter()  # how many members have freed it
+        # Datatypes, groups and the like by identity, which equal groups share: the lines that made each handle.
+        self._handles: dict[int, tuple[str, Any, dict[int, list[str]]]] = {}
 
     def opened(self, completion: Any, rank: int, waiting: Any) -> None:
         self._requests[completion] = rank, waiting
@@ -59,14 +64,24 @@ class ResourceLeaks:
 
     def made(self, context: Any) -> None:
         """Record a communicator."""
-        # Not `diagnosis.place`, which walks the whole stack: a tenth of the time of a Split into many.
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and not is_program(frame.f_code.co_filename):
-            frame = frame.f_back
-        self._contexts[context] = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+        self._contexts[context] = _line_of_program()
 
     def freed(self, context: Any) -> None:
         self._freed[context] += 1
+
+    def noticed(self, handle: Owned, new: bool) -> None:
+        """Record a datatype, an operation, a group or a persistent request that is new, or freed."""
+        place = id(handle._identity)  # of an object that the record keeps
+        _, _, made = self._handles.setdefault(place, (handle.kind, handle._identity, {}))
+        if new:
+            made.setdefault(id(handle), []).append(_line_of_program())
+        elif made:
+            which = id(handle) if id(handle) in made else next(reversed(made))  # a copy was freed
+            made[which].pop()
+            if not made[which]:
+                del made[which]
+        if not made:
+            del self._handles[place]
 
     def warnings(self, world: World) -> list[str]:
         """Return a line for each kind of open resource."""
@@ -80,6 +95,7 @@ class ResourceLeaks:
             ),
             *_left_files(world),
             *self._left_communicators(world),
+            *self._left_handles(),
         ]
 
     def _left_requests(self) -> Iterator[str]:
@@ -118,9 +134,37 @@ class ResourceLeaks:
             yield f"{_count(len(partly), 'communicator')} freed by only some of the members{self._made_at(partly)}"
 
     def _made_at(self, contexts: Iterable[Any]) -> str:
-        lines = Counter(filter(None, (self._contexts[context] for context in contexts)))
-        shown = [f"{_times(count)}{where}" for where, count in lines.items()]
-        return f": created at {_list(shown)}" if shown else ""
+        return _made_at(Counter(self._contexts[context] for context in contexts))
+
+    def _left_handles(self) -> Iterator[str]:
+        left: dict[str, Counter[str]] = {}
+        for kind, _, made in self._handles.values():
+            left.setdefault(kind, Counter()).update(chain(*made.values()))
+        for kind, lines in sorted(left.items()):
+            yield f"{_count(lines.total(), kind)} never freed{_made_at(lines)}"
+
+
+def _noticed(handle: Owned, new: bool) -> None:
+    task = current_task()
+    leaks = None if task is None else task.kernel.owner.resource_leaks
+    if leaks is not None:
+        leaks.noticed(handle, new)
+
+
+Owned.observers.append(_noticed)
+
+
+def _line_of_program() -> str:
+    # Not `diagnosis.place`, which walks the whole stack: a tenth of the time of a Split into many.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _made_at(lines: Counter[str]) -> str:
+    shown = [f"{_times(count)}{where}" for where, count in lines.items() if where]
+    return f": created at {_list(shown)}" if shown else ""
 
 
 def _left_windows(windows: Iterable[tuple[int, str]]) -> Iterator[str]:

@@ -414,6 +414,23 @@ def test_what_is_left_open_is_told(script: Any) -> None:
     assert clean == []
 
 
+def test_objects_that_are_never_freed_are_reported_with_their_lines(script: Any) -> None:
+    """Not those that are predefined, freed by a copy, or made by MPI itself."""
+    warnings: list[str] = []
+    text = """
+        group, kept = comm.group, comm.group
+        group.Free()
+        MPI.Datatype(MPI.INT.Dup()).Free()
+        empty = kept.Incl([])
+        window = MPI.Win.Allocate(8, comm=comm); window.group_size; window.Free()
+        MPI.DOUBLE.Create_vector(2, 1, 2)
+    """
+    _run(script(text), warn=warnings)
+    assert len(warnings) == 2
+    assert re.fullmatch(r"4 datatypes were never freed: created at 4 × \w+\.py:11", warnings[0])
+    assert re.fullmatch(r"4 groups were never freed: created at 4 × \w+\.py:6", warnings[1])
+
+
 # -- the command line ----------------------------------------------------------------------------------------
 
 

@@ -234,14 +234,18 @@ class File(Named):
         self._exist()
         return self._state.amode
 
-    def Get_group(self) -> Group:
+    def _live_comm(self) -> Any:
         self._exist()
-        return Group.of(self._comm._members, self._comm._rank.id)
+        return self._comm
+
+    def Get_group(self) -> Group:
+        comm = self._live_comm()
+        return Group.of(comm._members, comm._rank.id)
 
     size, amode, group = property(Get_size), property(Get_amode), property(Get_group)
 
-    group_size = property(lambda self: self.Get_group().Get_size())
-    group_rank = property(lambda self: self.Get_group().Get_rank())
+    group_size = property(lambda self: len(self._live_comm()._members))
+    group_rank = property(lambda self: self._live_comm()._me)
 
     def Get_errhandler(self) -> Errhandler:
         """Return the error handler; `FILE_NULL` has one, too."""

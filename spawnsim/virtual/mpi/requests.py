@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
 from spawnsim.comm.failures import ERR_IN_STATUS, ERR_PENDING, ERR_REQUEST, CallError, SpecTypeError
-from spawnsim.comm.handles import Handle, integer, same_kind
+from spawnsim.comm.handles import Owned, integer, same_kind
 from spawnsim.comm.status import Status
 from spawnsim.errors import RankFailed, Revoked
 from spawnsim.virtual.engine.completion import AllOf, Completion, Receive
@@ -59,11 +59,9 @@ def collect_all(
 
 
 def _pending(request: Request) -> bool:
-    completion = request._completion
-    if completion is None:
-        return False
     # A known end may lie ahead of the rank's clock, since effects run ahead; until then the request is pending.
-    return completion.finish_s is None or completion.finish_s > request._world.kernel.current.clock
+    over = request._completion
+    return over is not None and (over.finish_s is None or over.finish_s > request._world.kernel.current.clock)
 
 
 def _mark(status: Status | None, error: int) -> None:
@@ -191,13 +189,14 @@ class Delivered:
         return self._outcome
 
 
-class Request(Handle):
+class Request(Owned):
     """A pending operation of one rank. Null (false) once it is complete and collected.
 
     The lower-case calls return the received object, the upper-case ones fill the buffer given at the start.
     """
 
     __slots__ = ("_about", "_completion", "_deliver", "_withdraw", "_world", "_writes")
+    kind = "persistent request"
     _about: Any  # the value of `_waiting`, or the arguments that create it
     _completion: Completion | None
     _deliver: Deliver | None  # None: nothing to deliver, as for a send or a barrier
@@ -291,10 +290,10 @@ class Request(Handle):
         """Release the request. The operation continues, and its buffer is filled on completion."""
         self._need()
         self._close()
-        completion, self._identity, self._completion = self._completion, None, None
+        completion, self._completion = self._completion, None
+        self._freed()
         # MPI: a freed receive still completes and fills its buffer. No call will collect it, so a watcher must deliver.
-        fills = None if completion is None else self._undelivered()
-        if completion is not None and fills is not None:
+        if completion is not None and (fills := self._undelivered()) is not None:
             FreedOperation(self._world, completion, fills)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -536,7 +535,7 @@ class Prequest(Request):
         """Return an inactive request whose `Start` calls `begin`."""
         self = cls.__new__(cls)
         self._identity, self._begin, self._partitions = object(), begin, partitions
-        return self
+        return self._made()
 
     def Start(self) -> None:
         """Begin the operation."""

@@ -198,11 +198,13 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
 
     @property
     def group_size(self) -> int:
-        return self.Get_group().Get_size()
+        self._exist()
+        return len(self._comm._members)
 
     @property
     def group_rank(self) -> int:
-        return self.Get_group().Get_rank()
+        self._exist()
+        return int(self._comm._me)
 
     def _abort(self, errorcode: int) -> NoReturn:
         abort(self._windows.world, errorcode)

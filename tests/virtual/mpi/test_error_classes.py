@@ -302,12 +302,18 @@ def requests_and_leaks() -> dict[str, Pair]:
                 "never closed"),
     }  # fmt: skip
     for name, make in {
-        "Dup": "comm.Dup()", "Split": "comm.Split(rank % 2)", "Create": "comm.Create(comm.group)",
+        "Dup": "comm.Dup()", "Split": "comm.Split(rank % 2)", "Create": "comm.Create(g := comm.group)\ng.Free()",
         "Create_cart": "comm.Create_cart([size])", "Split_type": "comm.Split_type(MPI.COMM_TYPE_SHARED)",
     }.items():  # fmt: skip
         found[f"a communicator of {name} not freed"] = Pair(
             f"c = {make}", f"c = {make}\nc.Free()", "never freed"
         )
+    for name, make in {
+        "datatype": "MPI.DOUBLE.Create_vector(2, 1, 2).Commit()", "datatype of Dup": "MPI.DOUBLE.Dup()",
+        "operation": "MPI.Op.Create(lambda one, other, kind: None)", "group": "comm.group",
+        "persistent request": "comm.Bcast_init(a)",
+    }.items():  # fmt: skip
+        found[f"a {name} not freed"] = Pair(f"x = {make}", f"x = {make}\nx.Free()", "never freed")
     return found
 
 
@@ -315,9 +321,9 @@ def epochs() -> dict[str, Pair]:
     """Epochs that are missing, not ended or begun twice; and races of accesses."""
     begin, end, put = "w = window()\n", "comm.Barrier()\nw.Free()\n", "w.Put(a[:1], 1)\n"
     lock, unlock, both = on(0, "w.Lock(1)\n" + put), on(0, "w.Unlock(1)"), "w.Lock_all()\nw.Unlock_all()\n"
-    groups = "g = comm.group\n"
-    access = on(0, "w.Start(g.Incl([1]))\nw.Put(a[:1], 1)\nw.Complete()")
-    expose = on(1, "w.Post(g.Incl([0]))\nw.Wait()")
+    groups = "g = comm.group\nzero, one = g.Incl([0]), g.Incl([1])\n"
+    access = on(0, "w.Start(one)\nw.Put(a[:1], 1)\nw.Complete()")
+    expose = on(1, "w.Post(zero)\nw.Wait()") + "for each in (g, zero, one):\n    each.Free()\n"
     wrong = {
         "Put outside an epoch": (on(0, put), lock + unlock, "outside an epoch"),
         "Get outside an epoch": (on(0, "w.Get(b[:1], 1)"), lock + unlock, "outside an epoch"),
@@ -336,10 +342,10 @@ def epochs() -> dict[str, Pair]:
         "Lock_all without Unlock_all": ("w.Lock_all()\n", both, "before Unlock_all"),
         "Complete without Start": ("w.Complete()\n", groups + access + expose, "without Start"),
         "Wait without Post": ("w.Wait()\n", groups + access + expose, "without Post"),
-        "Post without Wait": (groups + access + on(1, "w.Post(g.Incl([0]))"), groups + access + expose,
+        "Post without Wait": (groups + access + on(1, "w.Post(zero)"), groups + access + expose,
             "before Wait"),
         "Start without Complete": (
-            groups + on(0, "w.Start(g.Incl([1]))") + on(1, "w.Post(g.Incl([0]))"),
+            groups + on(0, "w.Start(one)") + on(1, "w.Post(zero)"),
                 groups + access + expose, "before "),
         "Start without Post": (groups + access, groups + access + expose, "deadlock"),
         "Fence at the begin alone": ("w.Fence()\n" + on(0, put),
