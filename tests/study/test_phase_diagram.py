@@ -50,25 +50,25 @@ def test_the_result_is_the_rank_s_or_the_mean_s_at_a_time_or_after_some_bytes(st
     assert accuracy(run, 0.5, np.inf) == 0.0
 
 
-def test_a_boundary_is_where_the_fitted_gain_becomes_positive(study):
-    """Infinite if a larger spread does not help; 0 if the gain is positive from the beginning."""
+def test_a_boundary_is_where_the_gain_becomes_positive(study):
+    """Infinite if it ends below 0; 0 if it is positive from the beginning; the last crossing counts."""
     boundary = study["boundary"]
-    assert boundary([-0.2, 0.4, 0.1, 0.0], 0.5) == pytest.approx(0.375)
-    assert boundary([0.1, 0.4, 0.0, 0.0], 0.5) == 0.0
-    assert boundary([-0.2, -0.4, 0.1, 0.0], 0.5) == np.inf
-    rows = []
-    for alpha in study["ALPHAS"]:
-        for spread in (0.0, 1.0, 2.0):
-            gain = 0.2 * spread - 0.3 * study["skew"](alpha) - 0.1
-            rows.append(
-                {
-                    "map": study["MAPS"][0].name, "by": "equal time", "alpha": alpha, "spread": spread,
-                    "ends": {"selective": [0.5 + gain] * 4, "average": [0.5] * 4},
-                }
-            )  # fmt: skip
+    assert boundary([0, 1, 2], [-0.1, -0.1, 0.3]) == pytest.approx(1.25)
+    assert boundary([0, 1, 2], [0.1, -0.1, 0.1]) == pytest.approx(1.5)
+    assert boundary([0, 1, 2], [0.1, 0.2, 0.1]) == 0.0
+    assert boundary([0, 1, 2], [0.1, 0.2, 0.0]) == np.inf
+    gains = {
+        alpha: [0.3 * spread - 0.3 * (alpha is not None) - 0.1 for spread in (0.0, 1.0, 2.0)]
+        for alpha in study["ALPHAS"]
+    }
+    rows = [
+        {"map": study["MAPS"][0].name, "by": "equal time", "alpha": alpha, "spread": spread,
+         "ends": {"selective": [0.5 + gain] * 4, "average": [0.5] * 4}}
+        for alpha, own in gains.items() for spread, gain in zip((0.0, 1.0, 2.0), own, strict=True)
+    ]  # fmt: skip
     found = {row["alpha"]: row for row in study["fitted"](rows, 4)}
-    assert found["even"]["sigma"] == pytest.approx(0.5)
-    assert found[0.3]["sigma"] == pytest.approx((0.3 / 1.3 + 0.1) / 0.2)
+    assert found["even"]["sigma"] == pytest.approx(1 / 3)
+    assert found[0.3]["sigma"] == pytest.approx(4 / 3)
     assert found[0.3]["low"] == pytest.approx(found[0.3]["high"])
 
 
