@@ -169,9 +169,8 @@ def accuracy(run, until_s, most_bytes):
     last = max(event["iteration"] for event, before in zip(rounds, sent, strict=True) if before <= most_bytes)
     table = run.table
     known = (table["time_s"] <= until_s) & (table["iteration"] <= last)
-    ranks = np.zeros(RANKS)  # a rank without a measurement so far counts as accuracy 0
-    for rank, value in zip(table["rank"][known], table["accuracy"][known], strict=True):
-        ranks[rank] = value  # rows of a rank are ordered by time: the last one stays
+    own = series.per_rank_last(table.where(known), "accuracy")
+    ranks = np.r_[own, np.zeros(RANKS - len(own))]  # a rank without a measurement so far counts as accuracy 0
     mean = [e["mean_accuracy"] for e in rounds if e["iteration"] <= last and e["time_s"] <= until_s]
     return max(float(np.median(ranks)), *mean[-1:], 0.0)
 

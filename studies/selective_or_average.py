@@ -157,11 +157,9 @@ def compared(setting, runs, network, seeds, by_time):
 def accuracy(run, until_s):
     """Return the accuracy at a time: the median rank's or the mean model's, whichever is higher."""
     table = run.table
-    known = ~np.isnan(table["accuracy"]) & (table["time_s"] <= until_s)
+    own = series.per_rank_last(table.where(table["time_s"] <= until_s), "accuracy")
     # A rank without a measurement so far counts as accuracy 0.
-    ranks = np.zeros(int(table["rank"].max()) + 1)
-    for rank, value in zip(table["rank"][known], table["accuracy"][known], strict=True):
-        ranks[rank] = value  # rows of a rank are ordered by time: the last one stays
+    ranks = np.r_[own, np.zeros(int(table["rank"].max()) + 1 - len(own))]
     mean = [event for event in run.events if event["kind"] == "consensus" and event["at_s"] <= until_s]
     return max(float(np.median(ranks)), max(mean, key=lambda event: event["at_s"])["accuracy"])
 

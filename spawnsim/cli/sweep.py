@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,9 @@ from spawnsim.units import counted, limit, seconds, text_table
 AROUND = ("platform", "stragglers", "faults", "compute", "deadline_s", "ties", "sums", "backend")
 """Keyword arguments of `spawnsim.run` whose options take lists."""
 TIME_LIMITS = ("deadline_s",)
+NOT_OF_COLUMNS = {
+    "eager", "whole", "deadline", "ties", "sums", "backend", "executor", "limit", "record_every", "record_ranks",
+}  # fmt: skip
 Several = Sequence[str]
 
 
@@ -142,21 +145,17 @@ def cells_of(asked: SweepCommand) -> list[Cell]:
             f"unrecognized arguments: {shlex.join(argv)}; main(comm) has parameters: --set NAME=VALUE"
         )
     if asked.columns:
-        unfit = [
-            each for each in ("eager", "whole", "deadline", "ties", "sums", "backend") if getattr(asked, each)
-        ]
-        unfit += ["executor"] * (asked.executor != "processes") + ["limit"] * (asked.limit is not None)
-        unfit += ["record-every"] * (asked.record_every != 1) + ["record-ranks"] * (
-            asked.record_ranks is not None
-        )
-        if unfit:
-            raise ParameterError(f"--columns has no --{unfit[0]}: leave out one of them")
+        given = [each.name for each in fields(asked) if getattr(asked, each.name) != each.default]
+        if unfit := [name for name in given if name in NOT_OF_COLUMNS]:
+            raise ParameterError(f"--columns has no --{unfit[0].replace('_', '-')}: leave out one of them")
     elif not program.is_whole:
         program.require_main()
         _require_parameters(program, over)
     around = {name: _around(name, given) for name in AROUND if (given := getattr(asked, OPTIONS[name][2:]))}
-    more = {"eager": asked.eager, "whole": asked.whole, "argv": argv, "record_ranks": asked.record_ranks}
-    more |= {"columns": asked.columns}
+    more = {
+        "eager": asked.eager, "whole": asked.whole, "argv": argv, "record_ranks": asked.record_ranks,
+        "columns": asked.columns,
+    }  # fmt: skip
     more |= {} if asked.record_every == 1 else {"record_every": asked.record_every}
     cells = grid(
         program.path, ranks=_whole_numbers("--ranks", asked.ranks), seeds=_seeds_of(asked.seed, asked.seeds),

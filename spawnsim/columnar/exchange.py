@@ -122,8 +122,9 @@ def count_of(shards: Shards, members: Members) -> int:
 
 def mean_of(shards: Shards, rows: Tensor, members: Members) -> Tensor:
     """Return the mean of some ranks' rows; collective."""
-    wide, count = torch.promote_types(rows.dtype, torch.float32), len(np.arange(shards.ranks)[members])
-    return shards.total(members, lambda some: rows[some].sum(0, dtype=wide)).div_(count).to(rows.dtype)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = shards.total(members, lambda some: rows[some].sum(0, dtype=wide))
+    return total.div_(count_of(shards, members)).to(rows.dtype)
 
 
 class Averaging:

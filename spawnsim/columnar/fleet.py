@@ -162,9 +162,8 @@ class Fleet:
         with torch.inference_mode(False), torch.enable_grad():
             self.pattern, self._optimizer = shares[0].built(0, with_data=False)
             self._seat = seat_of(self.pattern, self._optimizer, 0)
-            self._fixed = self._chunk = rows_at_once(
-                self._seat.parameters
-            )  # the second: as many as memory allows
+            self._fixed = rows_at_once(self._seat.parameters)
+            self._chunk = self._fixed  # fewer if the device has no memory for as many
             self._begin(shares, comm)
             scores = [*([] if self._how.score is None else [self._how.score]), *self._how.report]
             self._scores = {score: self._open_score(score) for score in scores}

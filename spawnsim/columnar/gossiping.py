@@ -59,7 +59,5 @@ class GossipTurn(AveragingTurn):
         receivers, senders = world[graph.receivers[order]], world[graph.senders[order]]
         sent = np.lexsort((receivers, senders))
         moved = swap(group.cards, senders[sent], receivers[sent], group.platform.network, nbytes=self.nbytes)
-        group.wake()
-        group.traffic.messages += moved.messages
-        group.traffic.nbytes += moved.nbytes
+        group.count(moved)
         models.mix(receivers, senders, graph.weights[order], policy)

@@ -16,9 +16,9 @@ import numpy as np
 from spawnsim import random
 from spawnsim.columnar.durations import Streams
 from spawnsim.columnar.models import Models
-from spawnsim.columnar.transfers import Cards, exchange
+from spawnsim.columnar.transfers import Cards, Moved, exchange
 from spawnsim.errors import UnsupportedError
-from spawnsim.models.collectives import Timing
+from spawnsim.models.collectives import Finish, Timing
 from spawnsim.models.collectives.catalogue import CallSize
 from spawnsim.models.faults import FaultPlan
 from spawnsim.models.network.cost import Floats, Ints
@@ -56,6 +56,11 @@ class Traffic:
 
     messages: int = 0
     nbytes: int = 0
+
+    def add(self, sent: Moved | Finish) -> None:
+        """Add the messages of an exchange, or of a collective."""
+        self.messages += sent.messages
+        self.nbytes += sent.nbytes
 
 
 @dataclass
@@ -148,9 +153,13 @@ class Group:
         found = self._timing.finish(operation, arrivals, nbytes, root, ranks=self.members, out_free=out_free)
         if out_free is not None:  # else no NIC is busy after its rank has left
             cards.out_free[at] = np.maximum(free, found.out_free)
-        self.traffic.messages += found.messages
-        self.traffic.nbytes += found.nbytes
+        self.traffic.add(found)
         return found.times
+
+    def count(self, moved: Moved) -> None:
+        """Count the messages of an exchange that has advanced the clocks."""
+        self.wake()
+        self.traffic.add(moved)
 
     def wake(self) -> None:
         """Defer ranks that would continue during a pause to the end of the pause."""
@@ -389,9 +398,7 @@ class SelectiveTurn(Turn):
             "scatter", 8 + 16 * how_many(getattr(self.rules.donors, "count", None), group.size), leader
         )
         moved = exchange(group.cards, decision, group.platform.network, self.nbytes)
-        group.wake()
-        group.traffic.messages += moved.messages
-        group.traffic.nbytes += moved.nbytes
+        group.count(moved)
         if len(decision.replaced):
             models.replace(decision, self._policy)
         if self._ages is not None:

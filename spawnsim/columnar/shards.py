@@ -73,6 +73,11 @@ class Shards:
         rows: Ints = world[low:high] - self.first
         return rows
 
+    def own_ranks(self, members: Members) -> list[int]:
+        """Return those of some ranks whose rows are in this process, ascending."""
+        ranks: list[int] = (self.own(members) + self.first).tolist()
+        return ranks
+
     def chunks(self, members: Members) -> Iterator[Ints]:
         """Yield the rows of this process among some ranks, chunk by chunk; a chunk may be empty."""
         rows = self.own(members)

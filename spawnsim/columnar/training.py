@@ -196,7 +196,7 @@ class Trained(Models):
         self._scores.clear()
         if (how := self._holder()) is not None:
             how._trained = self
-        return Order(self._share, (self.shards.own(members) + self.shards.first).tolist(), first, count)
+        return Order(self._share, self.shards.own_ranks(members), first, count)
 
     # -------------------------------------------------------------------------------------------------- judging
     @property
@@ -274,7 +274,7 @@ class Trained(Models):
     def step_together(
         self, members: Members, policy: GlobalWeightsPolicy, iteration: int, place: int = 0
     ) -> None:
-        ranks = (self.shards.own(members) + self.shards.first).tolist()
+        ranks = self.shards.own_ranks(members)
         inner_lr = isinstance(policy, OuterOptimizerPolicy) and policy.inner_lr
         rates = {own[0] for own in self._share.rates_of(ranks, iteration)} if inner_lr else {1.0}
         rates = set().union(*self.shards.each(rates))

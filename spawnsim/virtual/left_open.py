@@ -47,7 +47,7 @@ def _call(member: Any, *about: Any) -> str:
 
 
 class ResourceLeaks:
-    """What one run of an unmodified program has open: requests, messages, windows, files and all that MPI frees."""
+    """The open requests, messages, windows, files and other objects of one run of an unmodified program."""
 
     def __init__(self) -> None:
         self._requests: dict[Any, tuple[int, Any]] = {}

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support.studies import STUDIES, study_of
 
 from spawnsim.study import Context
 
-STUDIES = Path(__file__).parents[2] / "studies"
 EXPECTED = STUDIES / "expected" / "diloco_measured_predictions.csv"
 
 
 @pytest.fixture(scope="module")
 def measured() -> ModuleType:
     """The study's module."""
-    spec = importlib.util.spec_from_file_location("diloco_measured", STUDIES / "diloco_measured.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return study_of("diloco_measured")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

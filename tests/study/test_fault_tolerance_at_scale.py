@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from pathlib import Path
@@ -10,20 +9,15 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from support.studies import STUDIES, study_of
 
 from spawnsim.study import Context
-
-FILE = Path(__file__).parents[2] / "studies" / "fault_tolerance_at_scale.py"
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
     """Return the study's module."""
-    spec = importlib.util.spec_from_file_location("fault_tolerance_at_scale", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return study_of("fault_tolerance_at_scale")
 
 
 def covers(stacks: list[list[int]], alive: list[int], depth: int) -> bool:
@@ -81,4 +75,4 @@ def test_masked_failures_agree_with_their_closed_form(study: ModuleType) -> None
 
 def test_virtual_ranks_take_the_same_steps(study: ModuleType, tmp_path: Path) -> None:
     """A rank for each group: they die, recover, compute again, up to the same wipe-out."""
-    assert study.on_virtual_ranks(Context("some", FILE.parent, tmp_path, quick=True))
+    assert study.on_virtual_ranks(Context("some", STUDIES, tmp_path, quick=True))

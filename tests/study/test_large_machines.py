@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from support.studies import STUDIES, study_of
 
-STUDIES = Path(__file__).parents[2] / "studies"
 EXPECTED = STUDIES / "expected" / "large_machines_predictions.csv"
 
 
 @pytest.fixture(scope="module")
 def machines() -> ModuleType:
     """Return the study's module."""
-    spec = importlib.util.spec_from_file_location("large_machines", STUDIES / "large_machines.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return study_of("large_machines")
 
 
 def test_the_predictions_are_those_of_the_fit(machines: ModuleType) -> None:

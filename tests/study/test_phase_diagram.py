@@ -1,28 +1,25 @@
 """The study of the phase diagram: its measures, its boundaries, and a small version of it."""
 
 import json
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.studies import study_of
 
 from spawnsim.cli import main as command
 from spawnsim.record.table import Table
 
-STUDIES = Path(__file__).parents[2] / "studies"
-
 
 @pytest.fixture(scope="module")
 def study():
-    """Return the names that the study defines."""
-    return runpy.run_path(str(STUDIES / "phase_diagram.py"))
+    """Return the study's module."""
+    return study_of("phase_diagram")
 
 
 def rounds_of(study, accuracies, means, nbytes):
     """Return a run whose ranks have equal accuracies, one round a second."""
-    ranks = study["RANKS"]
+    ranks = study.RANKS
     rows = [(rank, turn) for rank in range(ranks) for turn in range(len(accuracies))]
     table = Table(
         {
@@ -41,7 +38,7 @@ def rounds_of(study, accuracies, means, nbytes):
 
 def test_the_result_is_the_rank_s_or_the_mean_s_at_a_time_or_after_some_bytes(study):
     """The accuracy of a round is that before its exchange, so its bytes do not count yet."""
-    accuracy = study["accuracy"]
+    accuracy = study.accuracy
     run = rounds_of(study, [0.1, 0.2, 0.3, 0.8], [0.15, 0.1, 0.5, 0.6], 100)
     assert accuracy(run, np.inf, np.inf) == 0.8
     assert accuracy(run, 3.0, np.inf) == 0.5
@@ -52,21 +49,21 @@ def test_the_result_is_the_rank_s_or_the_mean_s_at_a_time_or_after_some_bytes(st
 
 def test_a_boundary_is_where_the_gain_becomes_positive(study):
     """Infinite if it ends below 0; 0 if it is positive from the beginning; the last crossing counts."""
-    boundary = study["boundary"]
+    boundary = study.boundary
     assert boundary([0, 1, 2], [-0.1, -0.1, 0.3]) == pytest.approx(1.25)
     assert boundary([0, 1, 2], [0.1, -0.1, 0.1]) == pytest.approx(1.5)
     assert boundary([0, 1, 2], [0.1, 0.2, 0.1]) == 0.0
     assert boundary([0, 1, 2], [0.1, 0.2, 0.0]) == np.inf
     gains = {
         alpha: [0.3 * spread - 0.3 * (alpha is not None) - 0.1 for spread in (0.0, 1.0, 2.0)]
-        for alpha in study["ALPHAS"]
+        for alpha in study.ALPHAS
     }
     rows = [
-        {"map": study["MAPS"][0].name, "by": "equal time", "alpha": alpha, "spread": spread,
+        {"map": study.MAPS[0].name, "by": "equal time", "alpha": alpha, "spread": spread,
          "ends": {"selective": [0.5 + gain] * 4, "average": [0.5] * 4}}
         for alpha, own in gains.items() for spread, gain in zip((0.0, 1.0, 2.0), own, strict=True)
     ]  # fmt: skip
-    found = {row["alpha"]: row for row in study["fitted"](rows, 4)}
+    found = {row["alpha"]: row for row in study.fitted(rows, 4)}
     assert found["even"]["sigma"] == pytest.approx(1 / 3)
     assert found[0.3]["sigma"] == pytest.approx(4 / 3)
     assert found[0.3]["low"] == pytest.approx(found[0.3]["high"])

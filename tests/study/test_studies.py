@@ -14,6 +14,7 @@ from spawnsim import cli
 from spawnsim.cli import sweep as commands
 from spawnsim.errors import ParameterError
 from spawnsim.random import Streams
+from spawnsim.record.table import Table
 from spawnsim.run.program import load, program
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -278,7 +279,7 @@ def test_what_a_policy_came_to_is_the_higher_of_median_rank_and_mean_model():
         {"kind": "consensus", "at_s": at, "accuracy": each}
         for at, each in ((0.0, 0.1), (0.5, 0.4), (1.5, 0.8))
     ]
-    run = SimpleNamespace(table=table, events=events)
+    run = SimpleNamespace(table=Table(table), events=events)
     assert study["accuracy"](run, 1.0) == 0.5
     assert study["accuracy"](run, 0.15) == 0.1
     assert study["accuracy"](run, np.inf) == 0.8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
@@ -11,21 +10,16 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from support.studies import STUDIES, study_of
 
 from spawnsim.study import Context
 from spawnsim.study.claims import read
-
-FILE = Path(__file__).parents[2] / "studies" / "two_phase_theory.py"
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
     """Return the study's module."""
-    spec = importlib.util.spec_from_file_location("two_phase_theory", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return study_of("two_phase_theory")
 
 
 @pytest.mark.parametrize("divisor", ["all", "present"])
@@ -80,7 +74,7 @@ def test_fourth_moments_count(study: ModuleType, monkeypatch: pytest.MonkeyPatch
 
 def test_the_quick_study(study: ModuleType, tmp_path: Path) -> None:
     """Live columns agree with theory in every round; the best momentum changes with absence."""
-    study.study(Context("two_phase_theory", FILE.parent, tmp_path, quick=True))
+    study.study(Context("two_phase_theory", STUDIES, tmp_path, quick=True))
     oracle, acceleration, absence = read(tmp_path)
     assert oracle.verdict == absence.verdict == "holds"
     assert "16 workers, 12 rounds" in acceleration.found
