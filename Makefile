@@ -74,10 +74,8 @@ check-quick: $(INSTALLED)
 check-models: $(INSTALLED)
 	$(BIN)/python -m pytest --quiet -m "not slow and not mpi" tests/models
 
-# What operating systems, MPI and gloo do to a job as it starts and ends is theirs: a test gets a second try, which the summary names.
-# Virtual ranks promise to do the same each time, so their tests get none.
 check-real: $(INSTALLED)
-	$(BIN)/python -m pytest --reruns 1 $(REAL)
+	$(BIN)/python -m pytest $(REAL)
 
 check-policies: $(INSTALLED)
 	$(YIELDING) $(BIN)/python -m pytest $(POLICIES)

@@ -1,6 +1,7 @@
 """Explored schedules: speed, reduction, and planted bugs found; and the policies with one crash anywhere.
 
     PYTHONPATH=.:tests python benchmarks/schedules.py            # speed, reduction, twenty planted bugs
+    PYTHONPATH=.:tests python benchmarks/schedules.py --drawn 10000       # cases that find the bugs in programs/deep
     PYTHONPATH=.:tests python benchmarks/schedules.py --policies --seconds 60
 
 Speed is in schedules per minute of one core's time. The full tree of a task farm has one leaf for each order of its
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 from support.random_policies import EVERY
 
 from spawnsim.comm import ANY_SOURCE, Status
-from spawnsim.fuzzing.campaign import Target
+from spawnsim.fuzzing.campaign import Target, attempt, campaign
 from spawnsim.fuzzing.cases import Case, Space
 from spawnsim.fuzzing.exploring import Covered, Exhaustion, crash_points
 from spawnsim.units import text_table
@@ -98,12 +101,30 @@ def explore(program: Any, ranks: int, **how: Any) -> tuple[Covered, float]:
     return Exhaustion(Target(program), deviations=most).run([case]), time.process_time() - began_s
 
 
+def ranks_of(path: Path) -> int:
+    """Return the number of ranks of a program with a planted bug."""
+    return 4 if path.parent.name == "deep" and path.stem not in SMALL else 3
+
+
+def drawn(cases: int) -> None:
+    """Print how many of the cases that a campaign draws fail, for each deep bug."""
+    for path in sorted((PROGRAMS / "deep").glob("*.py")):
+        space = Space(ranks=[ranks_of(path)], world={"deadline_s": math.inf})
+        found = campaign(
+            Target(path), space, range(cases), jobs=os.cpu_count() or 1, shrink=False, most=cases
+        )
+        print(
+            f"{path.stem}: {found.counts.total():,} of {found.runs:,} cases fail ({found.seconds:.0f} s)",
+            flush=True,
+        )
+
+
 def bug(path: Path) -> tuple[str, ...]:
     """Return the row of a program with a planted bug."""
     name, began_s = path.stem, time.process_time()
     iterations = {} if path.parent.name == "deep" else {"iterations": 20 if name in LONG else 3}
     space = Space(
-        ranks=[4 if path.parent.name == "deep" and name not in SMALL else 3], ties=["fifo"], parameters=iterations,
+        ranks=[ranks_of(path)], ties=["fifo"], parameters=iterations,
         faults="crash" if name in SURVIVORS else "", survive=name in SURVIVORS, world={"deadline_s": math.inf},
         stragglers=["lognormal:0.3" if name == "clock_decides" else None],
     )  # fmt: skip
@@ -114,20 +135,43 @@ def bug(path: Path) -> tuple[str, ...]:
     return name, f"{found.runs:,}", left, f"{time.process_time() - began_s:.1f} s"
 
 
+def two_rounds(target: Target, space: Space) -> Space:
+    """Return a space with the fewest iterations after which the policy has averaged twice as often as in a round."""
+    first = 0
+    for iterations in range(2, 31):
+        space = replace(space, parameters={**space.parameters, "iterations": iterations})
+        _, watch, _ = attempt(target, space.calm(3))
+        averages = sum(times for (state, _), times in watch.states.items() if state.endswith("'s average"))
+        if first and averages >= 2 * first:
+            break
+        first = first or averages
+    return space
+
+
 def policies(seconds: float, names: list[str]) -> list[tuple[str, ...]]:
-    """Return a row for each policy: 3 ranks, 2 rounds, and one crash between any two events of a rank, or none."""
+    """Return a row for each policy: 3 ranks, 2 rounds, and one crash between any two events of a rank, or none.
+
+    Schedules with one deviation more are explored in all of these cases, as long as the seconds suffice.
+    """
     target, rows = Target(PROGRAMS / "fuzzed_policies.py"), []
     for name in names or EVERY:
         space = Space(
             ranks=[3], faults="crash", ties=["fifo"], stragglers=[None], survive=True, world={"deadline_s": 2.0},
-            parameters={"policy": name, "iterations": 2},
+            parameters={"policy": name},
         )  # fmt: skip
+        space = two_rounds(target, space)
         cases = list(space.every(lambda case: crash_points(target, case)))
-        found = Exhaustion(target, seconds=seconds).run(cases)
-        whole = "all" if found.cases == len(cases) and not found.left else f"{found.left:,} left"
+        until_s, covered, most = time.monotonic() + seconds, "nothing", 0
+        found = Covered()
+        while covered != "all schedules" and not found.failures:
+            deeper = Exhaustion(target, deviations=most, seconds=until_s - time.monotonic()).run(cases)
+            if deeper.ended_early and not deeper.failures:
+                break
+            found, most = deeper, most + 1
+            covered = f"up to {most - 1} deviations" if found.schedules[most - 1] else "all schedules"
         row = (
-            name, f"{found.cases} of {len(cases)}", f"{sum(found.schedules.values()):,}", whole,
-            f"{found.infeasible:,}", "; ".join(each.case.command("FILE") for each in found.small.values()) or "-",
+            name, f"{space.parameters['iterations']}", f"{len(cases)}", f"{sum(found.schedules.values()):,}", covered,
+            "; ".join(each.case.command("FILE") for each in found.small.values()) or "-",
         )  # fmt: skip
         print(*row, flush=True)
         rows.append(row)
@@ -141,11 +185,15 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--policies", action="store_true")
+    parser.add_argument("--drawn", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf)
     asked = parser.parse_args()
     if asked.policies:
         rows = policies(asked.seconds, asked.names)
-        print(text_table(("policy", "cases", "schedules", "covered", "infeasible", "failures"), rows))
+        print(text_table(("policy", "iterations", "cases", "schedules", "covered", "failures"), rows))
+        return
+    if asked.drawn:
+        drawn(asked.drawn)
         return
     explore(ten_messages, 4, most=1)  # imports
     found, took_s = explore(ten_messages, 4)

@@ -119,6 +119,8 @@ class StudyError(SpawnsimError):
 class CheckFailed(SpawnsimError):
     """An invariant was violated: a `comm.check` of a program, or an invariant of a policy. `what` names it."""
 
+    placed = True  # its message contains rank, time and line
+
     def __init__(self, what: str, message: str) -> None:
         self.what = what
         super().__init__(what, message)

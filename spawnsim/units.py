@@ -134,6 +134,15 @@ def counted(number: float, noun: str = "") -> str:
     return f"{int(number):,}" + (f" {noun}{'s' * (number != 1)}" if noun else "")
 
 
+def extent(values: Collection[float], form: str) -> str:
+    """Return the least and the largest number as a text, or one number if both look alike.
+
+    >>> extent([2.0, 1.5, 1.0], ".1f"), extent([1.001, 1.002], ".2f")
+    ('1.0 to 2.0', '1.00')
+    """
+    return " to ".join(dict.fromkeys(f"{each:{form}}" for each in (min(values), max(values))))
+
+
 def spans(ranks: Collection[int]) -> str:
     """Return ranks as a text.
 

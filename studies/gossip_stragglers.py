@@ -16,6 +16,7 @@ from spawnsim.models.network import Hockney, LogGP, Regions
 from spawnsim.models.platform import Platform
 from spawnsim.policies import AsyncModelAveragePolicy, AverageAllPolicy, GossipPolicy, graphs
 from spawnsim.study import Context
+from spawnsim.units import extent
 
 RANKS, PARAMETERS, STEP_S, RATE_BPS, SLOW = 32, 25_600_000, 0.25, 1.25e9, 10
 POLICIES = {
@@ -53,10 +54,7 @@ def study(context: Context) -> None:
         return float(np.min(found)), float(np.max(found))
 
     def shown(policy):
-        return ", ".join(
-            f"{trouble} {gain(policy, trouble)[0]:.2f} to {gain(policy, trouble)[1]:.2f}"
-            for trouble in TROUBLES
-        )
+        return ", ".join(f"{trouble} {extent(gain(policy, trouble), '.2f')}" for trouble in TROUBLES)
 
     where = f"({RANKS} ranks, {len(seeds)} seeds, {', '.join(LINKS)}; steps of the median rank, against all-reduce)"
     context.claim(

@@ -17,6 +17,7 @@ from spawnsim.models.network import Hockney, Regions
 from spawnsim.models.platform import Platform
 from spawnsim.policies import HALOS, AsyncServerPolicy, AverageAllPolicy, ServerOptions, ServerRule, Tier
 from spawnsim.study import Context
+from spawnsim.units import extent
 
 GBPS = (
     (100.0, 0.537, 0.935, 0.202),
@@ -75,10 +76,8 @@ def study(context: Context) -> None:
             "at most the published gains, which are in time to a loss": max(gains["synchronous"]) <= 7.5 * 1.1
             and max(gains["asynchronous"]) <= 2.1 * 1.1,
         },
-        found=f"computing {compute:.1f} s, all-reduce {min(waits):.2f} to {max(waits):.2f} s; steps a second: "
-        + ", ".join(
-            f"{min(each):.2f} to {max(each):.2f} times as many as in {name}" for name, each in gains.items()
-        )
+        found=f"computing {compute:.1f} s, all-reduce {extent(waits, '.2f')} s; steps a second: "
+        + ", ".join(f"{extent(each, '.2f')} times as many as in {name}" for name, each in gains.items())
         + f" training ({', '.join(NETWORKS)}; steps alone, learning is not simulated here)",
     )
 

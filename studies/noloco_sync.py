@@ -16,6 +16,7 @@ from spawnsim.models.platform import Platform
 from spawnsim.plots import style
 from spawnsim.policies import NoLoCoPolicy, OuterOptimizerPolicy
 from spawnsim.study import Context
+from spawnsim.units import extent
 
 PARAMETERS, RATE_BPS = 125_000_000, 1.25e9  # the smallest of the paper's models; 10 Gbit/s
 NETWORKS = {
@@ -54,7 +55,7 @@ def study(context: Context) -> None:
             "5 to 20 times at 1,024": all(5 <= 10 * each <= 20 for each in at),
             "a line in log n": min(fits.values()) > 0.98,
         },
-        found=f"{min(last):.3g} to {max(last):.3g} times at {replicas[-1]:,} replicas, {min(at):.2g} to {max(at):.2g} "
+        found=f"{extent(last, '.3g')} times at {replicas[-1]:,} replicas, {extent(at, '.2g')} "
         f"for each doubling; R² of a line in log n {min(fits.values()):.3f} ({', '.join(NETWORKS)}; 125 M parameters, "
         "10 Gbit/s)",
     )

@@ -146,7 +146,7 @@ def compared(setting, runs, network, seeds, by_time):
     ]
     name = setting.name + ("" if by_time else ", by iterations")
     return {
-        "name": name, "label": f"{name} under {network}" if len(setting.networks) > 1 and by_time else name,
+        "name": name, "label": f"{name}, {network}" if len(setting.networks) > 1 and by_time else name,
         "network": network, "by_time": by_time, "modes": setting.modes, "ends": ends,
         "gain": gain._asdict(), "others": "".join(others),
         "verdict": "wins" if gain.low > 0 else "loses" if gain.high < 0 else "level",

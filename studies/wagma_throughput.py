@@ -15,6 +15,7 @@ from spawnsim.models.network import Hockney, LogGP, Switch
 from spawnsim.models.platform import Platform
 from spawnsim.policies import AverageAllPolicy, GossipPolicy, WAGMAPolicy, graphs
 from spawnsim.study import Context
+from spawnsim.units import extent
 
 PARAMETERS, MEDIAN_S, LEAST_S, MOST_S, RATE_BPS, SYNC = 8_500_000, 1.9, 1.7, 43.5, 1e10, 10
 UNEVEN = {"mild": 0.3, "episodes": 1.0}  # standard deviations of the logarithm
@@ -60,9 +61,7 @@ def study(context: Context) -> None:
         return min(r["gain"] for r in mine), max(r["best"] for r in mine)
 
     def shown(policy):
-        return ", ".join(
-            f"{uneven} {gain(policy, uneven)[0]:.2f} to {gain(policy, uneven)[1]:.2f}" for uneven in UNEVEN
-        )
+        return ", ".join(f"{uneven} {extent(gain(policy, uneven), '.2f')}" for uneven in UNEVEN)
 
     context.claim(
         "WAGMA's throughput is 2.1 times that of the state of the art on 1,024 ranks with uneven work",

@@ -206,9 +206,9 @@ def test_studies_load_matplotlib_for_their_figures_alone() -> None:
 
 
 def test_importing_spawnsim_is_quick() -> None:
-    """It takes under 0.25 s of a core (the best of three: others may use the machine)."""
-    code = "import time; t = time.process_time(); import spawnsim; print(time.process_time() - t)"
-    assert min(float(_python(code)) for _ in range(3)) < 0.25
+    """It loads few modules; most of the package comes with the first use of a name."""
+    code = "import sys; old = set(sys.modules); import spawnsim; print(len(set(sys.modules) - old))"
+    assert int(_python(code)) < 120
 
 
 def test_the_diagram_of_the_layers_is_the_contract() -> None:

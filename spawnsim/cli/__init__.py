@@ -137,7 +137,10 @@ COMMANDS = {
     "validate": ("fidelity:Validate", "predict a real run, and compare"),
     "advise": ("advise:Advise", "rank policies and cadences on a cluster, in timing alone"),
     "import": ("fidelity:Import", "read files from clusters: nccl-tests, WAN tables, profiler traces"),
-    "explain": ("fidelity:Explain", "read the dumps of a real job that hangs: who waits for whom, and where"),
+    "explain": (
+        "fidelity:Explain",
+        "read the dumps of a real job that hangs: which ranks wait for which, and where",
+    ),
     "list": ("listing:List", "list platforms, policies, workloads, studies"),
     "new": ("listing:New", "write a file to start from: a study, policy, workload or program"),
     "completion": ("listing:Completion", "print the completion script for bash, zsh or fish"),

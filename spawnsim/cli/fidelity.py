@@ -419,8 +419,8 @@ class Import(Command):
 
 @dataclass(kw_only=True)
 class Explain(Command):
-    """Read the dumps of a real job that hangs, and print who waits for whom, in which call, and who never arrived.
-    See docs/howto/hang.md.
+    """Read the dumps of a real job that hangs, and print which ranks wait for which, in which call, and which ranks
+    never arrived. See docs/howto/hang.md.
     """
 
     examples = ("spawnsim explain dumps/", "spawnsim explain /tmp/fr_trace_rank_*")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from spawnsim.cli.declaring import (
@@ -130,30 +129,52 @@ class Fuzz(Command):
         self.runs = 1000 if self.runs is None else self.runs
         # A pool takes two seconds to start, in which one process completes a few cases.
         jobs = self.jobs if self.runs > 1 else 0
-        with stoppable(), _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as progress:
-            found = campaign(
+        found = Found()
+        with (
+            self._shown(found),
+            stoppable(),
+            _bar(self.runs, shown=sys.stderr.isatty() and not self.quiet) as progress,
+        ):
+            campaign(
                 Target(self.file, self.whole), space, range(self.seed, self.seed + self.runs), jobs=jobs,
                 # The single case of a command that replays a failure is already minimal.
                 shrink=self.runs > 1, progress=progress,
-                seconds=math.inf if self.limit is None else seconds(self.limit),
+                seconds=math.inf if self.limit is None else seconds(self.limit), found=found,
             )  # fmt: skip
-        print(
-            json.dumps(document(found, self.file))
-            if self.json
-            else report(found, str(self.file), self.pct or 0)
-        )
         return 1 if found.failures else 0
 
     def _explore(self, space: Space) -> int:
         """Run all schedules."""
         target, most = Target(self.file, self.whole), math.inf if self.deviations is None else self.deviations
-        with stoppable(), _counter(shown=sys.stderr.isatty() and not self.quiet) as progress:
-            found = Exhaustion(
+        found = Covered()
+        with (
+            self._shown(found),
+            stoppable(),
+            _counter(shown=sys.stderr.isatty() and not self.quiet) as progress,
+        ):
+            Exhaustion(
                 target, deviations=most, jobs=self.jobs, runs=self.runs or math.inf, progress=progress,
-                seconds=math.inf if self.limit is None else seconds(self.limit),
+                seconds=math.inf if self.limit is None else seconds(self.limit), found=found,
             ).run(space.every(partial(crash_points, target)))  # fmt: skip
-        print(json.dumps(_covered(found, self.file)) if self.json else explored(found, str(self.file), most))
         return 1 if found.failures else 0
+
+    @contextmanager
+    def _shown(self, found: Found | Covered) -> Iterator[None]:
+        """Print the findings after the block, also if a signal has ended it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if found.runs:
+                self._print(found)
+            raise
+        self._print(found)
+
+    def _print(self, found: Found | Covered) -> None:
+        file = str(self.file)
+        if isinstance(found, Covered):
+            print(json.dumps(_covered(found, file)) if self.json else explored(found, file, self.deviations))
+        else:
+            print(json.dumps(document(found, file)) if self.json else report(found, file, self.pct or 0))
 
 
 def _space(asked: Fuzz, *, unmodified: bool) -> Space:
@@ -253,7 +274,7 @@ def _failure(found: Found, key: tuple[str, str], file: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def explored(found: Covered, file: str, most: float) -> str:
+def explored(found: Covered, file: str, most: int | None) -> str:
     """Return the findings of an exploration as text."""
     whole = Found(
         runs=found.runs, failures=found.failures, small=found.small, counts=Counter(found.failures.keys())
@@ -261,7 +282,7 @@ def explored(found: Covered, file: str, most: float) -> str:
     parts = [_failure(whole, key, file) for key in sorted(found.failures)]
     parts += found.reached.report()
     schedules = sum(found.schedules.values())
-    bound = "" if math.isinf(most) else f" with at most {counted(int(most), 'deviation')}"
+    bound = "" if most is None else f" with at most {counted(most, 'deviation')}"
     within = f" in {counted(found.cases, 'case')}" if found.cases > 1 else ""
     if found.failures:
         verdict = f"{counted(schedules, 'schedule')}{within} until the first failure"
@@ -278,30 +299,32 @@ def explored(found: Covered, file: str, most: float) -> str:
     rate = f", {found.runs / found.seconds * 60:,.0f} runs a minute" if found.seconds > 1 else ""
     ended = f"; {found.ended:,} were ended by their faults, as MPI permits" if found.ended else ""
     wrong = f"; {found.infeasible:,} records proved infeasible" if found.infeasible else ""
-    return "\n\n".join([*parts, f"{verdict} ({found.seconds:.1f} s{rate}){ended}{wrong}"])
+    untried = f"; not tried: {', '.join(sorted(found.untried))}" if found.untried else ""
+    return "\n\n".join([*parts, f"{verdict} ({found.seconds:.1f} s{rate}){ended}{wrong}{untried}"])
 
 
-def _covered(found: Covered, file: Path) -> dict[str, Any]:
+def _covered(found: Covered, file: str) -> dict[str, Any]:
     """Return the findings of an exploration as JSON values."""
     return {
         "cases": found.cases, "schedules": dict(sorted(found.schedules.items())), "runs": found.runs,
         "infeasible": found.infeasible, "left": found.left, "ended": found.ended, "seconds": found.seconds,
-        "complete": None if math.isinf(found.complete) else found.complete, **found.reached.document(),
+        "complete": None if math.isinf(found.complete) else found.complete, "untried": sorted(found.untried),
+        **found.reached.document(),
         "failures": [
             {"what": small.what, "place": small.place, "message": small.message, "choices": small.case.choices,
-             "replay": small.case.command(str(file))}
-            for _, small in sorted(found.small.items())
+             "replay": small.case.command(file)}
+            for _, small in sorted((found.failures | found.small).items())
         ],
     }  # fmt: skip
 
 
-def document(found: Found, file: Path) -> dict[str, Any]:
+def document(found: Found, file: str) -> dict[str, Any]:
     """Return the findings of a campaign as JSON values."""
 
     def summary(failure: Failure) -> dict[str, Any]:
         return asdict(failure) | {
             "case": json.loads(failure.case.to_json()),
-            "replay": failure.case.command(str(file)),
+            "replay": failure.case.command(file),
         }
 
     return {

@@ -27,7 +27,7 @@ from spawnsim.comm.failures import (
     Truncated,
     UnknownTypeError,
 )
-from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat, of_tensor
+from spawnsim.comm.memory import Unbounded, as_bytes, at_address, flat, of_tensor, start_of
 from spawnsim.errors import ParameterError
 from spawnsim.phantoms import PhantomArray, is_phantom
 
@@ -85,7 +85,7 @@ class Buffer:
     @property
     def address(self) -> int:
         """Where the message starts in memory: two buffers with one address are the same argument."""
-        return int(self._source.ctypes.data) - self.origin
+        return start_of(self._source) - self.origin
 
     def pack(self) -> Array:
         """Return an owned 1-D snapshot, all blocks in a row: typed for predefined datatypes, else bytes."""

@@ -191,7 +191,7 @@ class Datatype(Constructors):
         self.committed = self.is_predefined = False
         if datatype is not None:
             same_kind(Datatype, datatype)
-            for slot in (*Datatype.__slots__, "_identity"):
+            for slot in (*Datatype.__slots__, "_identity", "_origin"):
                 if hasattr(datatype, slot):
                     setattr(self, slot, getattr(datatype, slot))
         return self

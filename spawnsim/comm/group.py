@@ -33,7 +33,8 @@ class Group(Owned):
         self.members = ()
         if group is not None:
             same_kind(Group, group)
-            self._identity, self.members, self.me = group._identity, group.members, group.me
+            self._copy(group)
+            self.members, self.me = group.members, group.me
         return self
 
     @classmethod

@@ -144,22 +144,33 @@ class Handle(Identity):
     __slots__ = ("__weakref__", "_identity")
 
 
-class Owned(Handle):
-    """A handle of an object that a program makes and must free; observers see it when it is new and when freed."""
+OBSERVERS: list[Callable[[Owned | Keyval, bool], None]] = []
+"""They see each object that a program must free: when it is new (True), and when it is freed."""
 
-    __slots__ = ()
+
+def _notice(owned: Owned | Keyval, new: bool) -> None:
+    for observer in OBSERVERS:
+        observer(owned, new)
+
+
+class Owned(Handle):
+    """A handle of an object that a program makes and must free."""
+
+    __slots__ = ("_origin",)
     kind: ClassVar[str]
-    observers: ClassVar[list[Callable[[Owned, bool], None]]] = []  # the flag: whether it is new
+    _origin: str  # for observers: the line that made the object, which its copies share
 
     def _made(self) -> Self:
-        for observer in self.observers:
-            observer(self, True)
+        _notice(self, True)
         return self
 
     def _freed(self) -> None:
-        for observer in self.observers:
-            observer(self, False)
+        _notice(self, False)
         self._identity = None
+
+    def _copy(self, other: Owned) -> None:
+        """Become another handle of an object."""
+        self._identity, self._origin = other._identity, getattr(other, "_origin", "")
 
 
 def _kin(one: Identity, other: Identity) -> bool:
@@ -170,6 +181,8 @@ def _kin(one: Identity, other: Identity) -> bool:
 class Keyval(int):
     """The key of an attribute: an `int`, as MPI requires, that carries its callbacks."""
 
+    kind = "keyval"
+    _origin: str
     copy_fn: Callable[[Any, int, Any], Any] | bool | None
     delete_fn: Callable[[Any, int, Any], None] | None
 
@@ -180,6 +193,7 @@ class Keyval(int):
         """Return a new, unique keyval."""
         keyval = cls(next(_fresh))
         keyval.copy_fn, keyval.delete_fn = copy_fn, delete_fn
+        _notice(keyval, True)
         return keyval
 
 
@@ -258,6 +272,7 @@ class Attributes(Identity):
         """Free a keyval; its attributes stay until their objects are freed."""
         if not isinstance(keyval, Keyval):
             raise CallError(ERR_KEYVAL, f"keyval {keyval} was not made by Create_keyval")
+        _notice(keyval, False)
         return KEYVAL_INVALID
 
 
@@ -267,17 +282,20 @@ class Attributed(Attributes, Handle):
     __slots__ = ("_attributes",)
 
 
-class Errhandler(Handle):
+class Errhandler(Owned):
     """Whether errors are exceptions in Python, or end the run."""
 
     __slots__ = ("name",)
+    kind = "error handler"
     name: str
 
     def __new__(cls, errhandler: Errhandler | None = None) -> Self:
         self = super().__new__(cls)
         if errhandler is not None:
             same_kind(Errhandler, errhandler)
-        self._identity = errhandler._identity if errhandler is not None else None
+            self._copy(errhandler)
+        else:
+            self._identity = None
         self.name = errhandler.name if errhandler is not None else "ERRHANDLER_NULL"
         return self
 
@@ -300,7 +318,7 @@ class Errhandler(Handle):
             raise CallError(
                 ERR_ERRHANDLER, f"{self.name} is predefined: free what Get_errhandler returned instead"
             )
-        self._identity = None
+        self._freed()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return reduced(self, globals(), self.name)
@@ -315,23 +333,31 @@ ERRORS_ARE_FATAL: Final = Errhandler.of("ERRORS_ARE_FATAL")
 Items = "Info | Mapping[str, str] | Iterable[tuple[str, str]]"
 
 
-class Info(Handle):
+class Info(Owned):
     """An ordered mapping of strings, under mpi4py's names."""
 
     __slots__ = ("_items",)
+    kind = "info object"
     _items: dict[str, str]
 
     def __new__(cls, info: Info | None = None) -> Self:
         self = super().__new__(cls)
         if info is not None:
             same_kind(Info, info)
-        self._identity = info._identity if info is not None else None
+            self._copy(info)
+        else:
+            self._identity = None
         # The dictionary is shared by copies of a handle, as two handles of one info object are in C.
         self._items = info._items if info is not None else {}
         return self
 
     @classmethod
     def Create(cls, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] | None = None) -> Self:
+        return cls.of(items)._made()
+
+    @classmethod
+    def of(cls, items: Info | Mapping[str, str] | Iterable[tuple[str, str]] | None = None) -> Self:
+        """Return a new info object that the program need not free."""
         self = cls()
         self._identity = object()
         if items is not None:
@@ -346,11 +372,12 @@ class Info(Handle):
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._identity in (None, INFO_ENV._identity):
             return reduced(self, globals(), "INFO_ENV" if self else "INFO_NULL")
-        return type(self).Create, (self.items(),)
+        return type(self).of, (self.items(),)
 
     def Free(self) -> None:
         self._live()
-        self._identity, self._items = None, {}
+        self._freed()
+        self._items = {}
 
     def _live(self) -> dict[str, str]:
         if self._identity is None:
@@ -446,7 +473,7 @@ class Info(Handle):
 
 
 INFO_NULL: Final = Info()
-INFO_ENV: Final = Info.Create()
+INFO_ENV: Final = Info.of()
 
 
 @lacking
@@ -483,14 +510,14 @@ class Named(Attributes):
     def Set_info(self, info: Info) -> None:
         """Set hints; all are stored and ignored."""
         self._exist()
-        self._info = Info.Create(info)  # type: ignore[misc]  # a slot of the subclass
+        self._info = Info.of(info)  # type: ignore[misc]  # a slot of the subclass
 
     info = property(Get_info, Set_info)
 
     def Get_errhandler(self) -> Errhandler:
         self._exist()
         # A fresh handle: in MPI, the program must free a handle that it has got.
-        return Errhandler(self._errhandler or ERRORS_RETURN)
+        return Errhandler(self._errhandler or ERRORS_RETURN)._made()
 
     def Set_errhandler(self, errhandler: Errhandler) -> None:
         self._exist()

@@ -396,9 +396,17 @@ def as_bytes(array: NDArray[Any]) -> Bytes:
     return array.view(np.uint8) if array.size else np.zeros(0, np.uint8)
 
 
+def start_of(array: Any) -> int:
+    """Return the address of an array's first element."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # numpy's own ways take four times as long
+    except (TypeError, ValueError, BufferError):  # it is read-only, empty, a phantom, or has gaps
+        return int(array.ctypes.data)
+
+
 def address(obj: Any) -> int:
     """Return where an object's memory starts (`MPI.Get_address`); an `int` is an address already."""
     if isinstance(obj, int) or obj is None:
         return int(obj or 0)
     memory = flat(obj)
-    return int(memory.ctypes.data) if memory.nbytes else 0  # numpy gives an empty array some address
+    return start_of(memory) if memory.nbytes else 0  # numpy gives an empty array some address

@@ -155,6 +155,13 @@ class Recorder(Protocol):
     def event(self, kind: str, **fields: Any) -> None:
         """Add one event, with its time in seconds and the rank."""
 
+    def operation(self, name: str, method: str, *arguments: Any) -> AbstractContextManager[Any]:
+        """Record a block as an operation on an object that ranks share: an event of kind "operation" at its end.
+
+        The block sets `result` of the yielded object to what the operation returned. After an exception, or on a
+        virtual rank that dies, the operation is pending: its `end_s` is None. A real rank that dies records nothing.
+        """
+
 
 @runtime_checkable
 class Request(Protocol):

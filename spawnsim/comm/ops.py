@@ -144,7 +144,7 @@ class Op(Owned):
         self._identity, self.name, self.function, self.commute = None, "OP_NULL", None, False
         if op is not None:
             same_kind(Op, op)
-            for slot in ("_identity", "_combine", "name", "function", "commute"):
+            for slot in ("_identity", "_origin", "_combine", "name", "function", "commute"):
                 if hasattr(op, slot):
                     setattr(self, slot, getattr(op, slot))
         return self

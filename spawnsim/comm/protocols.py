@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Unpack, runtime_checkable
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.group import Group
@@ -17,6 +17,7 @@ from spawnsim.comm.objects import Capabilities as Capabilities
 from spawnsim.comm.objects import Checkpointing, Clock, Message, Recorder, Request, Task, Windows
 from spawnsim.comm.objects import Recovery as Recovery
 from spawnsim.comm.ops import SUM, Op
+from spawnsim.comm.properties import Kinds
 from spawnsim.comm.status import Status
 from spawnsim.random import Streams
 
@@ -56,8 +57,7 @@ class Comm(Checkpointing, Protocol):
         """Mark a block as computing; virtual ranks' clocks advance by it, real ones measure it.
 
         Args:
-            seconds: duration of the block on a virtual rank, before stragglers slow it down; None: the duration of the
-                run's compute model.
+            seconds: duration of the block on a virtual rank without stragglers; None: by the run's compute model.
 
         Returns:
             A context manager for the block.
@@ -66,15 +66,15 @@ class Comm(Checkpointing, Protocol):
             ParameterError: neither `seconds` nor the run defines the duration of the block.
         """
 
-    def check(self, condition: Any, message: str = "") -> None:
-        """Assert a condition at this line: `spawnsim fuzz` and tests search for runs that violate it.
+    def check(self, condition: Any, message: str = "", **stated: Unpack[Kinds]) -> None:
+        """Assert a condition at this line, or a property of the whole run; `spawnsim fuzz` searches for violations.
 
-        If it is false, a virtual run ends with `CheckFailed`, which the program cannot catch. On real ranks a warning
-        is recorded, and the job continues.
+        A violation ends a virtual run, and the program cannot catch its `CheckFailed`; real ranks record a warning.
 
         Args:
-            condition: the asserted condition; any object with a truth value.
-            message: the error text if it is false.
+            condition: any object with a truth value; with a property, its name.
+            message: the error text if the condition is false.
+            stated: `always=…`, `eventually=…`, `leads_to=…` or `linearizable=…`; see `spawnsim.comm.properties`.
         """
 
     def background(self, fn: Callable[[], Any]) -> Task:

@@ -325,7 +325,7 @@ def _worse(row: Row, setting: str) -> str:
 
 def _sentences(advice: Advice) -> Iterator[str]:
     seeds, models = counted(advice.seeds, "seed"), counted(len(advice.models), "network model")
-    yield f"intervals: least to largest of {seeds} x {models}"
+    yield f"intervals: least to largest of {seeds} × {models}"
     for group in _groups(advice.rows):
         yield f"indistinguishable: {', '.join(map(str, group))}"
     for policy in sorted({row.choice.policy for row in advice.rows}):

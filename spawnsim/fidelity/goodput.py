@@ -445,6 +445,8 @@ def _more_failures(case: Case) -> Case:
 
 WORSE: dict[str, Callable[[Case], Case]] = {
     "half the bandwidth": _slower_links,
-    "stragglers x 2": lambda case: replace(case, stragglers=tuple(map(_worse_straggler, case.stragglers))),
-    "failures x 2": _more_failures,
+    "twice the stragglers": lambda case: replace(
+        case, stragglers=tuple(map(_worse_straggler, case.stragglers))
+    ),
+    "twice the failures": _more_failures,
 }

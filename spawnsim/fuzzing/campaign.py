@@ -342,6 +342,7 @@ def campaign(
     progress: Callable[[Found], None] = lambda found: None,
     seconds: float = float("inf"),
     most: int = DIFFERENT,
+    found: Found | None = None,
 ) -> Found:
     """Run many cases of a program, and shrink the failing ones.
 
@@ -354,6 +355,7 @@ def campaign(
         progress: receives all findings so far, repeatedly.
         seconds: wall time after which no new case begins.
         most: failures of different kinds after which no new case begins.
+        found: receives the findings as they come, so that they survive Ctrl-C (default: a new object).
 
     Returns:
         All findings.
@@ -362,7 +364,7 @@ def campaign(
         SpawnsimError: the program cannot be loaded.
     """
     target.load(space.parameters)  # raises an error of the file itself once
-    found, began_s = Found(), time.monotonic()
+    found, began_s = Found() if found is None else found, time.monotonic()
     portions = [list(seeds[at : at + PORTION]) for at in range(0, len(seeds), PORTION)]
 
     with pool(jobs, fresh=False) if jobs > 0 else _Here() as executor:
@@ -376,9 +378,11 @@ def campaign(
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in done:
                 found.add(each.result())
+            found.seconds = time.monotonic() - began_s
             progress(found)
         failures = found.failures.items() if shrink else ()
         tasks = {key: executor.submit(reduce, target, each, space.ranks) for key, each in failures}
-        found.small = {key: task.result() for key, task in tasks.items()}
+        for key, task in tasks.items():
+            found.small[key] = task.result()
     found.seconds = time.monotonic() - began_s
     return found

@@ -225,7 +225,13 @@ class Space:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of fault that are drawn."""
-        found = [part.partition(":")[0] for part in self._parts if part not in self.fixed]
+        drawn = [part.partition(":") for part in self._parts if part not in self.fixed]
+        for kind, _, where in drawn:
+            if where.strip("*>@"):
+                raise ParameterError(
+                    f"{kind}:{where}: give {kind} alone, whose ranks and times are drawn, or a time"
+                )
+        found = [kind for kind, _, _ in drawn]
         unknown = [kind for kind in found if kind not in KINDS]
         if unknown:
             hint = nearest(unknown[0], KINDS) or f"kinds: {', '.join(KINDS)}"

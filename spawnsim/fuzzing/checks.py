@@ -14,7 +14,7 @@ import functools
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from spawnsim.errors import CheckFailed
 from spawnsim.fuzzing.cases import Case
-from spawnsim.fuzzing.coverage import BETWEEN, Reached
+from spawnsim.fuzzing.coverage import AFTER, BEFORE, BETWEEN, DEADLY, RECOVERED, WITH_DEAD, Reached
 from spawnsim.models.faults import DELIVERED, FaultPlan, Pause, Skew, SlowDown, Verdict
 from spawnsim.record import Recorder
 from spawnsim.virtual.choices import Choices, parsed
@@ -39,9 +39,9 @@ ROUNDING = 64  # units in the last place by which sums may differ
 COMPRESSED = 2e-3  # relative error of weights that travelled as float16
 WAITS = 10  # deadlines that one call of a policy may take: it makes several calls
 DAMAGE = "corrupt"  # a kind of fault after which numbers may be arbitrary
-# Events that the simulator records of faults and ranks; all other events are states of policies and programs.
-OF_FAULTS = frozenset(
-    ("crash", "restart", "skew", "pause", "slow", "link", "requeue", "warning", "late_message")
+# Events that are no states of policies or programs: of faults and ranks, and of a policy's settings.
+NO_STATES = frozenset(
+    ("crash", "restart", "skew", "pause", "slow", "link", "requeue", "warning", "late_message", "transport")
 )
 
 
@@ -114,7 +114,8 @@ class Watch(Recorder):
         super().__init__()
         self.case, self.census = case, census
         self.calls: set[str] = set()  # of a census
-        self.states: Counter[tuple[str, bool]] = Counter()  # states of policies, and whether a rank had died
+        self.states: Counter[tuple[str, str]] = Counter()  # states of policies, and when they were reached
+        self.possible: set[str] = set()  # the states that these policies declare
         self.plan = WatchedPlan(case.plan.faults, case.seed)
         self.world: World | None = None
         self.choices: Choices | None = None
@@ -126,6 +127,7 @@ class Watch(Recorder):
         self.table_of_ranks = ""  # calls and lines of the ranks when the run failed
         # Whether any policy was called: then their averages count as progress, otherwise recorded rows.
         self.has_policies = False
+        self._members: dict[int, Sequence[int]] = {}  # by rank: the ranks of its policy's group
         self._deaths: dict[int, str] = {}  # by rank: the call in which it has reached its death
         self._inside: dict[Task, float] = {}
         self._clocks: dict[Task, float] = {}
@@ -155,8 +157,9 @@ class Watch(Recorder):
         elif kind == "link":
             self.lost = self.lost or "lost" in str(fields.get("what", ""))
             self.plan.place(str(fields.get("call", "")))
-        if kind not in OF_FAULTS:
-            self._reach(kind)
+        if kind not in NO_STATES:
+            state = f"{fields['object']}.{fields['method']}" if kind == "operation" else kind
+            self._reach(rank, time_s, state)
 
     def _where(self, rank: int) -> str:
         if rank in self._deaths:
@@ -165,14 +168,20 @@ class Watch(Recorder):
         if not tasks:
             return BETWEEN
         if tasks[0].wait is not None:
-            return tasks[0].wait.describe().partition("(")[0].partition(" ")[0]
+            # "Win.Free(…) on …": a call counts by its name alone.
+            return tasks[0].wait.describe().partition("(")[0].partition(" ")[0].rpartition(".")[2]
         # An event may happen on the rank's own stack.
         frame = sys._getframe() if tasks[0] is current_task() else tasks[0].carrier.gr_frame
         return diagnosis.calling(frame) or BETWEEN
 
-    def _reach(self, state: str) -> None:
-        """Count a state of a policy."""
-        self.states[state, self.world is not None and bool(self.world.failed)] += 1
+    def _reach(self, rank: int, time_s: float, state: str) -> None:
+        """Count a state of a policy of a rank."""
+        ranks = [] if self.world is None else self.world.ranks
+        members = self._members.get(rank, ()) if state != RECOVERED else ()  # those of the group before
+        dead = ranks and any(ranks[each].dead_at(time_s) for each in members)
+        failed = self.world is not None and self.world.failed
+        later = failed and any(each.incarnation or each.dead_at(time_s) for each in ranks)
+        self.states[state, WITH_DEAD if dead else AFTER if later else BEFORE] += 1
 
     def _die(self, die: Callable[[], RankDied]) -> RankDied:
         """Note the call of the running rank, which has reached its death; its crash is recorded after the call."""
@@ -228,7 +237,8 @@ class Watch(Recorder):
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def watched(policy: Any, *args: Any, **kwargs: Any) -> Any:
-            task = current_task()
+            task, name = current_task(), type(policy).__name__
+            self.possible |= {f"{name}'s {each}" if each == "average" else each for each in policy.states}
             # If a policy's call contains another policy's call, only the outer call is checked.
             if task is None or task in self._inside or self.world is None or task.background:
                 return call(policy, *args, **kwargs)
@@ -245,6 +255,8 @@ class Watch(Recorder):
         if not hasattr(given.get("model"), "named_parameters"):
             return call()
         self.has_policies = True
+        if hasattr(given.get("group"), "_context"):
+            self._members[task.rank] = given["group"]._context.everyone
         before = _extents(given["model"])
         self.spoiled = self.spoiled or not _finite(before)
         self._enlarge(before)
@@ -266,9 +278,8 @@ class Watch(Recorder):
             f"{type(policy).__name__} took {took_s:.6g} virtual s; deadlines and faults explain {self._limit_s:.6g} s",
         )  # fmt: skip
         averaged = bool(info.get("averaged_this_iteration") or info.get("is_replaced"))
-        for flag, state in (("averaged_this_iteration", "average"), ("is_replaced", "replacement")):
-            if info.get(flag):
-                self._reach(f"{type(policy).__name__}'s {state}")
+        if info.get("averaged_this_iteration"):
+            self._reach(task.rank, task.clock, f"{type(policy).__name__}'s average")
         # A replacement policy may find no donor for long: its completed calls count as progress.
         if averaged or "progress" not in policy.promises:
             self.progress_s[task.rank].append(task.clock)
@@ -422,7 +433,9 @@ class Watch(Recorder):
         drawn = Counter({fault.kind for fault in self.plan.faults})
         busy = self.census and self.world is not None and any(rank.compute_s for rank in self.world.ranks)
         calls = self.calls | ({"compute"} if busy else set())
-        return Reached(drawn, self.fired(), calls, self.states)
+        continues = self.case.survive and self.has_policies and DEADLY & set(drawn)
+        possible = self.possible | ({RECOVERED} if continues else set())
+        return Reached(drawn, self.fired(), calls, self.states, possible)
 
 
 def _limit_s(case: Case) -> float:

@@ -14,6 +14,10 @@ BETWEEN = "between calls"
 ONLY_IN = {"slow": {"compute"}, "skew": {"now"}, "restart": set[str]()}
 LOCAL = {"compute", "now", "sleep"}  # send nothing, so that no fault of a link can strike
 SHOWN = 40  # pairs of fault and call, and states
+DEADLY = {"crash", "restart"}
+# When a state of a policy was reached. A member of the policy's group has died: before the exchange, or during it.
+BEFORE, AFTER, WITH_DEAD = "before deaths", "after a death", "with a dead member"
+RECOVERED = "recovered"  # a state of the program: the group continues without its dead members
 
 
 @dataclass
@@ -24,19 +28,22 @@ class Reached:
         drawn: for each kind of fault, the number of cases in which it was planned.
         fired: for each kind and call, how often it has struck.
         calls: the calls that the program makes without faults.
-        states: for each state of policies, and whether a rank had died before, how often it was reached.
+        states: for each state of policies, and when, how often it was reached.
+        possible: the states that the program's policies declare.
     """
 
     drawn: Counter[str] = field(default_factory=Counter)
     fired: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: set[str] = field(default_factory=set)
-    states: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    states: Counter[tuple[str, str]] = field(default_factory=Counter)
+    possible: set[str] = field(default_factory=set)
 
     def gather(self, other: Reached) -> None:
         self.drawn.update(other.drawn)
         self.fired.update(other.fired)
         self.states.update(other.states)
         self.calls |= other.calls
+        self.possible |= other.possible
 
     def kinds(self) -> Counter[str]:
         kinds: Counter[str] = Counter()
@@ -55,6 +62,20 @@ class Reached:
             missed[kind] = sorted(call for call in possible if not self.fired[kind, call])
         return {kind: never for kind, never in missed.items() if never}
 
+    def times(self, state: str) -> int:
+        """Return how often a state was reached, whenever."""
+        return sum(self.states[state, when] for when in (BEFORE, AFTER, WITH_DEAD))
+
+    def missed_states(self) -> list[str]:
+        """Return the possible states that were never reached, or not after the deaths that were planned."""
+        missed = []
+        for state in sorted(self.possible):
+            if not self.times(state):
+                missed.append(state)
+            elif DEADLY & set(self.drawn) and state != RECOVERED:
+                missed += [f"{state} {when}" for when in (AFTER, WITH_DEAD) if not self.states[state, when]]
+        return missed
+
     def document(self) -> dict[str, Any]:
         """Return the coverage as JSON values."""
         return {
@@ -62,6 +83,7 @@ class Reached:
             "fired": [[*pair, times] for pair, times in sorted(self.fired.items())],
             "never": self.missed(),
             "states": [[*state, times] for state, times in sorted(self.states.items())],
+            "states_never": self.missed_states(),
         }
 
     def report(self) -> list[str]:
@@ -80,12 +102,12 @@ class Reached:
             f"{kind} × {', '.join(calls)}" for kind, calls in self.missed().items() if kind not in unproved
         ]
         parts.append(f"never reached: {'; '.join(never)}" if never else "")
-        names = sorted({state for state, _ in self.states})
         states = [
-            f"{name} {self.states[name, False] + self.states[name, True]:,} ({self.states[name, True]:,})"
-            for name in names
+            f"{name} {self.times(name):,} ({self.states[name, AFTER]:,}, {self.states[name, WITH_DEAD]:,})"
+            for name in sorted({state for state, _ in self.states})
         ]
-        parts.append(_listed("policy states (of those, after a death)", states))
+        parts.append(_listed(f"policy states (of those, {AFTER}, {WITH_DEAD})", states))
+        parts.append(_listed("policy states never reached", self.missed_states()))
         return [part for part in parts if part]
 
 

@@ -33,13 +33,23 @@ ENDLESS = {each.__name__ for each in (Deadlock, Livelock, Timeout, Overdue)}
 
 
 class Explored(NamedTuple):
-    """The outcome of one record: its schedule, None if it is infeasible; its branches; the failure; its coverage."""
+    """The outcome of one record.
+
+    Attributes:
+        schedule: all choices; None: the record is infeasible.
+        branches: records that take one of its decisions differently.
+        failure: if it failed.
+        ended: whether its faults have ended it.
+        reached: its coverage.
+        untried: kinds of outcomes that are no branches, since there are too many.
+    """
 
     schedule: dict[Key, Outcome] | None
     branches: list[dict[Key, Outcome]]
     failure: Failure | None
     ended: bool
     reached: Reached
+    untried: frozenset[str] = frozenset()
 
 
 def explore(target: Target, case: Case, records: Sequence[str], *, expand: bool = True) -> list[Explored]:
@@ -55,9 +65,10 @@ def _explore(target: Target, case: Case, expand: bool) -> Explored:
         return Explored({}, [], failure, ended, reached)
     choices.settle()
     waits = failure is None or failure.what in ENDLESS
-    if choices.infeasible() and (waits or not choices.open()):
+    if choices.impossible or (choices.infeasible() and (waits or not choices.open())):
         return Explored(None, [], None, False, reached)
-    return Explored(choices.leaf(), list(choices.branches()) if expand else [], failure, ended, reached)
+    branches = list(choices.branches()) if expand else []
+    return Explored(choices.leaf(), branches, failure, ended, reached, frozenset(choices.untried))
 
 
 class Seen:
@@ -99,6 +110,7 @@ class Covered:
         ended: schedules that faults have ended as MPI's rules allow.
         seconds: wall time.
         reached: the coverage of the schedules.
+        untried: kinds of outcomes that were not tried, since there are too many.
     """
 
     cases: int = 0
@@ -113,6 +125,7 @@ class Covered:
     ended: int = 0
     seconds: float = 0.0
     reached: Reached = field(default_factory=Reached)
+    untried: set[str] = field(default_factory=set)
 
 
 class Exploration:
@@ -123,6 +136,7 @@ class Exploration:
         self.found, self._seen = found, Seen()
         self._waiting: deque[tuple[int, dict[Key, Outcome]]] = deque([(0, {})])
         self._queued: set[str] = {""}
+        self._running: Counter[int] = Counter()  # records that were taken and not yet added, by deviations
 
     def take(self) -> tuple[int, list[str]]:
         """Return records to run, and their number of deviations; none if there is none at present."""
@@ -132,9 +146,11 @@ class Exploration:
             depth, record = self._waiting.popleft()
             if not self._seen.agrees(record):
                 records.append(written(record))
+        self._running[depth] += len(records)
         return depth, records
 
     def add(self, depth: int, results: Sequence[Explored]) -> None:
+        self._running[depth] -= len(results)
         for each in results:
             self.found.runs += 1
             self.found.ended += each.ended
@@ -146,6 +162,7 @@ class Exploration:
             self._seen.add(each.schedule)
             self.found.schedules[depth] += 1
             self.found.reached.gather(each.reached)
+            self.found.untried |= each.untried
             if each.failure is not None:
                 self.found.failures.setdefault(each.failure.key, each.failure)
             if depth < self.most:
@@ -164,8 +181,15 @@ class Exploration:
         return self._waiting[0][0] if self._waiting else math.inf
 
     @property
-    def left(self) -> int:
-        return sum(not self._seen.agrees(record) for _, record in self._waiting)
+    def running(self) -> float:
+        """The fewest deviations of the records that are being run; inf if there are none."""
+        return min(+self._running, default=math.inf)
+
+    def close(self) -> None:
+        """Note how much is left: records that wait, and those that an interrupt has ended."""
+        left = sum(not self._seen.agrees(record) for _, record in self._waiting)
+        self.found.left += left + self._running.total()
+        self.found.complete = min(self.found.complete, self.depth - 1, self.running - 1)
 
 
 def crash_points(target: Target, case: Case) -> Iterator[tuple[int, float]]:
@@ -184,6 +208,7 @@ class Exhaustion:
     def __init__(
         self, target: Target, *, deviations: float = math.inf, jobs: int = 0, runs: float = math.inf,
         seconds: float = math.inf, progress: Callable[[Covered], None] = lambda found: None,
+        found: Covered | None = None,
     ) -> None:  # fmt: skip
         """Prepare it.
 
@@ -194,29 +219,36 @@ class Exhaustion:
             runs: number of runs after which no new run begins.
             seconds: wall time after which no new run begins.
             progress: receives all findings so far, repeatedly.
+            found: receives the findings as they come, so that they survive Ctrl-C (default: a new object).
         """
         self._target, self._most, self._jobs, self._runs = target, deviations, jobs, runs
         self._progress, self._began_s = progress, time.monotonic()
         self._due_s = self._began_s + seconds
-        self.found = Covered()
+        self.found = Covered() if found is None else found
 
     def run(self, cases: Iterable[Case]) -> Covered:
         """Run every schedule of each case; end at the first failure, or at a limit."""
         found = self.found
+        found.ended_early = True
         with pool(self._jobs, fresh=False) if self._jobs > 0 else _Here() as executor:
             for case in cases:
                 if not found.cases:
                     self._target.load(case.parameters)  # raises an error of the file itself once
                 found.cases += 1
-                self._case(Exploration(self._target, case, self._most, found), executor)
-                self._progress(found)
+                state = Exploration(self._target, case, self._most, found)
+                try:
+                    self._case(state, executor)
+                finally:
+                    state.close()
                 if self._is_over():
-                    found.ended_early = True
                     break
+            else:
+                found.ended_early = False
             tasks = {
                 key: executor.submit(simplest, self._target, each) for key, each in found.failures.items()
             }
-            found.small = {key: task.result() for key, task in tasks.items()}
+            for key, task in tasks.items():
+                found.small[key] = task.result()
         found.seconds = time.monotonic() - self._began_s
         return found
 
@@ -229,7 +261,7 @@ class Exhaustion:
         while True:
             while not self._is_over() and len(waiting) < max(2 * self._jobs, 1):
                 # Records with more deviations wait for those with fewer: then no schedule is counted too deep.
-                if waiting and state.depth > min(waiting.values()):
+                if state.depth > state.running:
                     break
                 depth, records = state.take()
                 if not records:
@@ -239,9 +271,8 @@ class Exhaustion:
                 break
             for each in wait(waiting, return_when=FIRST_COMPLETED).done:
                 state.add(waiting.pop(each), each.result())
+            self.found.seconds = time.monotonic() - self._began_s
             self._progress(self.found)
-        self.found.left += state.left
-        self.found.complete = min(self.found.complete, state.depth - 1)
 
 
 def simplest(target: Target, failure: Failure) -> Failure:

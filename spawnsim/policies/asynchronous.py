@@ -198,6 +198,7 @@ class AsyncModelAveragePolicy(SpawnPolicy):
     acts_in_every_call = True
     paper = "arXiv 2107.01499"
     promises = ("progress",)
+    states = ("average", "refused_messages")
 
     # fmt: off
     def __init__(

@@ -54,6 +54,7 @@ class AverageAllPolicy(SpawnPolicy):
 
     paper = "arXiv 1805.09767"
     promises = ("mean", "range", "progress")
+    states = ("average", "healed")
 
     def __init__(
         self,

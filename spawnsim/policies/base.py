@@ -115,7 +115,8 @@ class SpawnPolicy:
     `promises` lists the properties that `spawnsim fuzz` checks in each call. "mean": an averaging keeps the mean of the
     group's models. "equal": the ranks that average in one iteration of a group end with the same trainable parameters,
     to the bit. "range": no element of a tensor exceeds the largest value that the tensor ever had on any rank.
-    "progress": every rank averages again and again.
+    "progress": every rank averages again and again. `states` lists what can happen to a policy, for the coverage of
+    `spawnsim fuzz`: "average" (`averaged_this_iteration`), and the kinds of events that it records.
 
     A custom policy implements `act`; docs/policies.md shows one. `acts_in_every_call` selects whether `act` is called
     in each call, for a policy that serves other ranks between its own turns, or only when the cadence is due.
@@ -136,6 +137,7 @@ class SpawnPolicy:
     decided: ClassVar[tuple[str, ...]] = ()  # arguments of its bases that the class itself gives
     paper: ClassVar[str] = ""  # where the rule was published, for `spawnsim list policies`
     promises: tuple[str, ...] = ()
+    states: ClassVar[tuple[str, ...]] = ("average",)
     _draining = False
     _warned = False  # of a result that was not rebound
 

@@ -96,6 +96,7 @@ class DecentralizedAveragingPolicy(SpawnPolicy):
 
     acts_in_every_call = True
     promises = ("range", "progress")
+    states = ("average", "group", "partial_average")
 
     # fmt: off
     def __init__(

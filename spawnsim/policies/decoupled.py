@@ -121,6 +121,7 @@ class DecoupledDiLoCoPolicy(GlobalWeightsPolicy):
     """
 
     paper = "arXiv 2604.21428"
+    states = ("average", "healed", "merge")
     newcomers_only = True
     usual = OuterOptions(fragments=24, fragmenter="greedy")
     refused = ("compression", "feedback", "cadence")
@@ -333,7 +334,8 @@ class Learner:
         for rank in learners:
             body = as_memory(memory.clone()) if memory.device != META else phantom_memory(memory.numel())
             self.endpoint.send(rank, Message(Kind.DOWN, 0, part=place, value=len(learners), body=body))
-        self.comm.record.event("merge", fragment=place, learners=learners)
+        world = self.comm.Get_group().members
+        self.comm.record.event("merge", fragment=place, learners=[world[rank] for rank in learners])
 
     def wake_s(self) -> float:
         return math.inf if self._syncer is None else self._syncer.wake_s()

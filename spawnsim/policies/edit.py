@@ -46,6 +46,7 @@ class EDiTPolicy(GlobalWeightsPolicy):
     """
 
     paper = "arXiv 2412.07210"
+    states = ("average", "healed", "outlier")
 
     usual = OuterOptions(momentum=0.8, fragments=0)
     refused = ("fragments", "fragmenter")

@@ -73,6 +73,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True
     promises = ("range",)
+    states = ("average", "replacement", "left_out")
     # Class attributes until they change: with 30 own attributes an instance takes 1.3 kB more (CPython).
     unmatched: tuple[str, ...] = ()
     _again = False  # a round that a checkpoint interrupted

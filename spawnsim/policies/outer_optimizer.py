@@ -58,6 +58,7 @@ class GlobalWeightsPolicy(SpawnPolicy):
     acts_in_every_call = True
     newcomers_only = False
     promises: tuple[str, ...] = ("progress",)
+    states: ClassVar[tuple[str, ...]] = ("average", "healed")
 
     option_types = (OuterOptions,)
     usual: ClassVar[OuterOptions] = OuterOptions()

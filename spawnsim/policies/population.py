@@ -90,6 +90,7 @@ class PopulationBasedTrainingPolicy(AsyncSelectiveAveragingPolicy):
     """
 
     paper = "arXiv 1711.09846"
+    states = (*AsyncSelectiveAveragingPolicy.states, "explored")
 
     decided = (
         "model_builder", "replacement_ratio", "averaging_strategy", "cooldown", "donors", "selection", "cadence",

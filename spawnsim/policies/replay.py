@@ -92,6 +92,8 @@ def replay(
 class ReplayPolicy(SpawnPolicy):
     """Repeats recorded decisions; created by `replay`."""
 
+    states = ("average", "replacement")
+
     def __init__(
         self,
         events: Iterable[Mapping[str, Any]],

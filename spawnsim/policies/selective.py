@@ -71,6 +71,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     most_donors: ClassVar[int | None] = MOST_DONORS
     acts_in_every_call = True  # other ranks may request this rank's model at any time
     promises = ("range",)
+    states: ClassVar[tuple[str, ...]] = ("average", "decision", "replacement", "left_out")
 
     option_types = (SelectionOptions, TravelOptions)
 

@@ -72,6 +72,7 @@ class AsyncServerPolicy(SpawnPolicy):
     paper = "arXiv 2401.09135, 2106.06639, 2506.04531"
 
     promises = ("progress",)
+    states = ("average", "server_update", "refused_update")
 
     def __init__(
         self,

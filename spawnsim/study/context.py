@@ -132,12 +132,13 @@ class Context:
             text: the claim, in one sentence.
             source: where it was published.
             checks: aspect of the claim → whether it holds; the verdict follows.
-            found: the figures, and the settings under which they were found.
+            found: the figures, and the settings under which they were found. Failed checks that it does not name
+                are appended.
 
         Returns:
             The verdict: "holds", "holds in part" or "does not hold here".
         """
-        missed = [name for name, held in checks.items() if not held]
+        missed = [name for name, held in checks.items() if not held and name not in found]
         found = found + (f" (not: {', '.join(missed)})" if missed else "")
         claim = claims.Claim(text, source, claims.verdict(checks), found, self.name)
         claims.write(self.out, claim)

@@ -39,13 +39,14 @@ STOPPING_S = 5.0  # how long a terminated run may continue to write its records
 
 
 def prepare() -> None:
-    """Prepare a process of a pool for one run: one thread, and only the study's process stops it.
+    """Prepare a process of a pool for its runs: one thread, and only the study's process stops it.
 
     One thread is a setting for numeric libraries that are loaded later: runs share the machine's cores. Ctrl-C on a
     terminal signals all processes; pool processes ignore it, and the study's process stops them.
     """
     process_setup.use_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_the_study, daemon=True).start()
 
 
 def load_ahead() -> None:
@@ -134,7 +135,6 @@ def _ended(status: int | None) -> str:
 
 def _answer(sending: Connection, task: Callable[[], Any]) -> None:
     prepare()
-    Thread(target=_end_with_the_study, daemon=True).start()
     try:
         outcome = True, task()
     except process_setup.Stopped:
@@ -156,7 +156,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _end_with_the_study() -> None:
-    """Stop this process when the process that started the sweep was killed: a new sweep starts the run again."""
+    """Stop this process when the process that started the pool was killed: a new sweep starts the run again."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -18,17 +18,19 @@ Each decision lists its other possible outcomes at the end of the run: those whi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG, LOCK_EXCLUSIVE, LOCK_SHARED
-from spawnsim.errors import ParameterError
+from spawnsim.errors import Livelock, ParameterError
 from spawnsim.virtual import ordering
-from spawnsim.virtual.engine.causality import Clocks, before
+from spawnsim.virtual.engine.causality import Clocks, before, joined
 from spawnsim.virtual.engine.completion import Completion, Message
+from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.requests import Reception
@@ -38,6 +40,10 @@ RECEIVE, PROBE, DONE, WINDOW = "recv", "probe", "done", "win"
 SUBSETS = (
     3  # requests of one call up to which all subsets are alternatives; beyond: single ones, all and none
 )
+LATE = 3  # how often polls may find nothing although a message or request is there, and never twice in a row
+POLLS = f"polls that miss a message twice in a row, or more than {LATE} times"
+MANY = f"more than one, and less than all, of over {SUBSETS} complete requests"
+ENDLESS = 10_000  # decisions after which a forced outcome that has not come never comes
 Key = tuple[str, int, int]
 Outcome = tuple[int, ...]
 """A source or origin, or positions; () for a poll that finds nothing."""
@@ -89,8 +95,12 @@ class Decision:
         began: number of its rank's event that asks.
         outcome: None while it is open.
         ended: number of its rank's event that knows the outcome; 0 while it is open.
-        stamp: the events that happen before its end, or so far.
+        stamp: the events that happen before the rank asks.
         others: returns the other possible outcomes, at the end of the run.
+        concluded: its place in the order in which the simulator has concluded decisions.
+        cause: the events that happen before the sends of the messages that decide it, if any do.
+        hidden: whether it depends on events that the clocks do not know.
+        needs: returns decisions of the same rank that limit its outcomes, at the end of the run.
     """
 
     key: Key
@@ -100,6 +110,24 @@ class Decision:
     outcome: Outcome | None = None
     ended: int = 0
     others: Callable[[], Iterable[Outcome]] = tuple
+    concluded: int = 0
+    cause: Any = None
+    hidden: bool = False
+    needs: Callable[[], Iterable[Decision]] = tuple
+
+    @property
+    def at_window(self) -> bool:
+        return self.key[0].startswith(WINDOW)
+
+    def follows(self, other: Decision) -> bool:
+        """Whether this decision, or the message that decides it, knows that another one was asked."""
+        stamps = [self.stamp] if self.cause is None else [self.stamp, self.cause]
+        return any(before(other.key[1], other.began, each) for each in stamps)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where decisions follow each other: a rank's program, or its part of a window."""
+        return self.key[0] if self.at_window else "", self.key[1]
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +137,7 @@ class Posting:
     source: int
     tag: int
     takes: bool
-    number: int = 0  # its position among those of its mailbox
+    number: int = 0  # its position among the postings of its mailbox
     began: int = 0
     ended: int = 0
     message: Message | None = None
@@ -135,16 +163,15 @@ class Box:
 class TimedClocks(Clocks):
     """Vector clocks that know the times of each rank's events."""
 
-    __slots__ = ("_world", "times_s")
+    __slots__ = ("times_s",)
 
-    def __init__(self, world: World) -> None:
-        super().__init__(len(world.ranks))
-        self._world = world
-        self.times_s: list[list[float]] = [[] for _ in world.ranks]
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.times_s: list[list[float]] = [[] for _ in range(ranks)]
 
     def count(self, rank: int) -> int:
-        task = self._world.kernel.current
-        if task.rank == rank:
+        task = current_task()  # None in an event after a rank's death
+        if task is not None and task.rank == rank:
             self.times_s[rank].append(task.clock)
         return super().count(rank)
 
@@ -155,13 +182,21 @@ class Choices:
     def __init__(self, world: World, record: Record) -> None:
         self.world, self._record = world, record
         self.order = ordering.Ordering(world)
-        self.order.clocks = self.clocks = TimedClocks(world)
+        self.order.clocks = self.clocks = TimedClocks(len(world.ranks))
         world.ordering = self.order
         self.decisions: list[Decision] = []
+        self._concluded = 0
+        self._accesses: list[int] = []  # how many decisions were concluded at each access to a window
+        self.impossible = False  # whether the record forces an outcome that its decision cannot have
+        # Those for whose forced outcome a rank has waited until a deadline.
+        self._expired: list[Decision] = []
         self._numbers: Counter[tuple[str, int]] = Counter()
         self.boxes: defaultdict[Any, Box] = defaultdict(Box)
         self.receives: dict[Completion, Posting] = {}
-        self._put_off: set[int] = set()  # ranks whose last poll was forced to find nothing
+        # How often polls have found nothing although a message or request was there; ranks that did nothing since.
+        self._late: Counter[Message | Completion] = Counter()
+        self._idle: set[int] = set()
+        self.untried: set[str] = set()  # kinds of outcomes that are no alternatives, since there are too many
         self._held: defaultdict[Target, list[Access]] = defaultdict(list)
         self._admitted: defaultdict[Target, list[Access]] = defaultdict(list)
         self.requested: dict[Access, Any] = {}  # stamps
@@ -176,18 +211,29 @@ class Choices:
         key = kind, rank, number
         decision = Decision(key, self._record.get(key), self.clocks.count(rank), self.clocks.stamp(rank))
         self.decisions.append(decision)
+        if len(self.decisions) % ENDLESS == 0 and self.open():
+            self.impossible = True
+            endless = Livelock("ranks poll while another one waits for a forced outcome")
+            self.world.kernel.fail(endless, current_task() or self.world.kernel.tasks[0])
         return decision
 
     def conclude(self, decision: Decision, outcome: Outcome) -> None:
         """End a decision: the rank knows the outcome."""
         rank = decision.key[1]
-        decision.outcome = outcome
+        self._set(decision, outcome)
         decision.ended = self.clocks.count(rank)
-        decision.stamp = self.clocks.stamp(rank)
+
+    def _set(self, decision: Decision, outcome: Outcome) -> None:
+        self._concluded += 1
+        decision.outcome, decision.concluded = outcome, self._concluded
 
     def open(self) -> list[Decision]:
         """Return the forced decisions whose outcome has not come."""
         return [each for each in self.decisions if each.forced is not None and each.outcome is None]
+
+    def expire(self, rank: int) -> None:
+        """Note that a wait of a rank has reached its deadline: unforced, the call could have ended."""
+        self._expired += [each for each in self.open() if each.key[1] == rank]
 
     def infeasible(self) -> bool:
         """Whether the record forces outcomes that no real run can have together."""
@@ -212,21 +258,35 @@ class Choices:
         return False
 
     def settle(self) -> None:
-        """Conclude the receives that the program has not collected."""
+        """Conclude the receives that the program has not collected, at the end of the run."""
         for box in self.boxes.values():
             for posting in box.postings:
                 decision, message = posting.decision, posting.got()
                 if decision is not None and decision.outcome is None and message is not None:
-                    decision.outcome = (message.source,)
+                    self._set(decision, (message.source,))
+                    decision.cause = message.stamp
+        self.impossible = self.impossible or any(each.outcome is None for each in self._expired)
 
-    def put_off(self, rank: int, *, now: bool) -> bool:
-        """Note whether a poll finds nothing although it could; return whether the previous one did.
+    def acts(self, rank: int) -> None:
+        """Note that a rank sends or gets a message, or finds a request complete."""
+        self._idle.discard(rank)
 
-        Polls are not put off twice in a row: loops of polls would not end.
-        """
-        before_this = rank in self._put_off
-        (self._put_off.add if now else self._put_off.discard)(rank)
-        return before_this
+    def put_off(self, rank: int, late: Iterable[Message | Completion | None]) -> None:
+        """Note the messages or requests that a poll could find and does not."""
+        there = [each for each in late if each is not None]
+        self._late.update(there)
+        if there:
+            self._idle.add(rank)
+
+    def may_be_late(self, rank: int, found: Iterable[Message | Completion | None]) -> bool:
+        """Whether a poll could find nothing instead of these: limited, or loops of polls would not end."""
+        there = [each for each in found if each is not None]
+        able = rank not in self._idle and any(self._late[each] < LATE for each in there)
+        if there:
+            self.acts(rank)
+            if not able:
+                self.untried.add(POLLS)
+        return able
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -243,13 +303,19 @@ class Choices:
         decision = posting.decision = self.ask(kind, member._rank.id)
         box = self.boxes[member._mailbox]
         decision.others = lambda: self._sources(box, posting)
+        decision.needs = lambda: self._earlier(box, posting)
+        if decision.forced and decision.forced[0] >= len(member._peers):  # of a larger communicator
+            self.impossible, decision.forced = True, None
         return decision.forced[0] if decision.forced else posting.source
 
     def met(self, posting: Posting, message: Message, rank: int) -> None:
         """Note the message that a receive or probe got."""
+        self.acts(rank)
+        self.clocks.learn(rank, message.stamp)  # a probe knows of its message, too
         posting.message = message
         posting.ended = self.clocks.count(rank)
         if posting.decision is not None:
+            posting.decision.cause = message.stamp
             self.conclude(posting.decision, (message.source,))
 
     def _sources(self, box: Box, posting: Posting) -> Iterator[Outcome]:
@@ -266,7 +332,34 @@ class Choices:
             if (message.source,) != chosen and not known:
                 yield (message.source,)
 
+    def _earlier(self, box: Box, posting: Posting) -> Iterator[Decision]:
+        """Yield the decisions of earlier receives that would have got the message of a receive or probe."""
+        message = posting.got()
+        if message is None:
+            return
+        for each in box.postings[: posting.number]:
+            if each.takes and each.decision is not None and each.got() is not None and each.accepts(message):
+                yield each.decision
+
     # -- requests ----------------------------------------------------------------------------------------------
+
+    def found(self, decision: Decision, completions: Sequence[Completion | None], places: Outcome) -> None:
+        """End the decision of a call that finds the requests at these places complete."""
+        self.conclude(decision, places)
+        decision.needs = lambda: self.limits(decision, completions)
+        if self.impossible:
+            return
+        postings = [self.receives.get(each) if each is not None else None for each in completions]
+        messages = [None if (posting := postings[place]) is None else posting.got() for place in places]
+        decision.cause = joined(None if each is None else each.stamp for each in messages)
+        decision.hidden = None in messages
+
+    def limits(self, decision: Decision, completions: Iterable[Completion | None]) -> Iterator[Decision]:
+        """Yield the decisions of receives that a call could find complete."""
+        for each in completions:
+            posting = self.receives.get(each) if each is not None else None
+            if posting is not None and posting.decision is not None and self.could_end(each, decision):
+                yield posting.decision
 
     def could_end(self, completion: Completion | None, decision: Decision) -> bool:
         """Whether a request could be complete at a call that did not wait for it."""
@@ -286,6 +379,8 @@ class Choices:
             if each is not None and self.could_end(each, decision)
         ]
         few = len(able) <= SUBSETS
+        if not few and any(map(sizes, range(2, len(able)))):
+            self.untried.add(MANY)
         for size in range(len(able) + 1):
             if sizes(size) and (few or size in (0, 1, len(able))):
                 yield from (
@@ -308,25 +403,32 @@ class Choices:
     def admitted(self, target: Target, access: Access) -> None:
         """Note the access that a target takes."""
         if target.exclusive is not None:
+            self._accesses.append(self._concluded)
             return
         number = access.connection.windows.context.number
         decision = self.ask(f"{WINDOW}{number}", target.rank.id)
-        decision.outcome = (access.connection.origin.id,)
+        self._set(decision, (access.connection.origin.id,))
+        self._accesses.append(self._concluded)
         line = self._admitted[target]
         line.append(access)
-        place = len(line)
-        decision.others = lambda: self._origins(access, line[place:])
+        place, sharers = len(line), frozenset(target.sharers)
+        decision.others = lambda: self._origins(access, line[place:], sharers)
 
-    def _origins(self, taken: Access, later: Sequence[Access]) -> Iterator[Outcome]:
-        """Yield the origins whose next access to a target could come before the one it took."""
-        seen = {taken.connection.origin.id}
-        ended = self.complete.get(taken, 0)
+    def _origins(self, taken: Access, later: Sequence[Access], sharers: Set[int]) -> Iterator[Outcome]:
+        """Yield the origins that could come first, as one of their later accesses conflicts with the one it took.
+
+        An exclusive lock may have to wait for sharers: then any origin could come first.
+        """
+        own, ended = taken.connection.origin.id, self.complete.get(taken, 0)
+        origins, blocked = set[int](), False
         for access in later:
             origin = access.connection.origin.id
-            known = ended and before(taken.connection.origin.id, ended, self.requested[access])
-            if origin not in seen and _conflict(taken, access) and not known:
-                yield (origin,)
-            seen.add(origin)
+            if origin != own and not (ended and before(own, ended, self.requested[access])):
+                origins.add(origin)
+                if _conflict(taken, access):
+                    yield (origin,)
+                    blocked = blocked or (access.lock == LOCK_EXCLUSIVE and bool(sharers - {origin}))
+        yield from ((each,) for each in origins if blocked)
 
     def resubmit(self, target: Target) -> None:
         """Let a target consider the held accesses again."""
@@ -342,24 +444,55 @@ class Choices:
 
     def branches(self) -> Iterator[dict[Key, Outcome]]:
         """Yield the records that take one decision differently, and keep what does not depend on it."""
-        done = [each for each in self.decisions if each.outcome is not None]
-        # Windows order ranks in ways that the clocks do not know: then all later decisions count as dependent.
-        coarse = any(each.key[0].startswith(WINDOW) for each in done)
+        needs = {each: [*each.needs()] for each in self.decisions if each.outcome is not None}
+        done = _in_order(needs)
         for place, decision in enumerate(done):
             others = sorted(set(decision.others()))
             if not others:
                 continue
-            kept = {each.key: each.outcome for each in done[:place] if each.outcome is not None}
-            for each in () if coarse else done[place + 1 :]:
-                rank = decision.key[1]
-                if (
-                    each.key[1] != rank
-                    and not before(rank, decision.began, each.stamp)
-                    and each.outcome is not None
+            kept, undone = done[:place], {decision}
+            after = [] if decision.at_window else [decision]
+            accessed = bisect_left(self._accesses, decision.concluded)
+            for each in done[place + 1 :]:
+                # The clocks know neither how windows order ranks, nor what completes a request that is no receive.
+                # But what the record forces does not depend on what it leaves open.
+                unknown = each.hidden or bisect_left(self._accesses, each.concluded) > accessed
+                unknown = unknown and (each.forced is None or decision.forced is not None)
+                knows = any(map(each.follows, after))
+                if not (
+                    unknown or knows or each.place == decision.place or not undone.isdisjoint(needs[each])
                 ):
-                    kept[each.key] = each.outcome
+                    kept.append(each)
+                    continue
+                undone.add(each)
+                if not (knows or each.at_window):
+                    after.append(each)
+            record = {each.key: each.outcome for each in kept if each.outcome is not None}
             for other in others:
-                yield {**kept, decision.key: other}
+                yield {**record, decision.key: other}
+
+
+def _in_order(needs: Mapping[Decision, Sequence[Decision]]) -> list[Decision]:
+    """Return decisions with an outcome, each after all those on which its outcomes depend."""
+    done = sorted(needs, key=lambda each: each.concluded)
+    placed: list[Decision] = []
+    begun: set[Decision] = set()
+
+    def place(decision: Decision) -> None:
+        if decision in begun:
+            return
+        begun.add(decision)
+        for each in needs[decision]:
+            if each not in begun and each.outcome is not None:
+                for cause in done:
+                    if cause.ended and before(cause.key[1], cause.ended, each.cause):
+                        place(cause)
+                place(each)
+        placed.append(decision)
+
+    for each in done:
+        place(each)
+    return placed
 
 
 def _conflict(one: Access, other: Access) -> bool:

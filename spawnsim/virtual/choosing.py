@@ -14,9 +14,10 @@ from typing import Any
 from spawnsim.comm.constants import ANY_SOURCE, PROC_NULL
 from spawnsim.comm.handles import integer
 from spawnsim.virtual.choices import DONE, PROBE, RECEIVE, Choices, Outcome
+from spawnsim.virtual.engine import kernel, waiting
 from spawnsim.virtual.engine.completion import Completion, Message
 from spawnsim.virtual.engine.event_queue import Priorities
-from spawnsim.virtual.engine.kernel import current_task
+from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.waiting import await_one, poll_ahead
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
@@ -50,6 +51,8 @@ def _chosen(raw: Callable[..., Any], instead: Callable[..., Any]) -> Any:
 
 def _send(choices: Choices, raw: Any, world: World, mailbox: Any, message: Message, *mode: Any) -> Any:
     choices.boxes[mailbox].messages.append(message)
+    if (task := current_task()) is not None:
+        choices.acts(task.rank)
     return raw(world, mailbox, message, *mode)
 
 
@@ -109,17 +112,17 @@ def _iprobe(
     chosen = choices.ask_source(PROBE, member, posting)
     decision = posting.decision
     assert decision is not None
-    could = False
     if decision.forced is None:
         found = raw(member, source, tag, status, hold=hold)
     elif decision.forced:
         found = PointToPoint._probe.__wrapped__(member, chosen, tag, status, "Iprobe", hold=hold)  # type: ignore[attr-defined]
     else:
-        could = member._visible(source, tag) is not None
+        choices.put_off(member._rank.id, [member._visible(source, tag)])
         choices.world.charge_poll()
         found = None
-    sources, again = decision.others, choices.put_off(member._rank.id, now=could)
-    decision.others = lambda: (*sources(), *([()] if decision.outcome and not again else ()))
+    sources = decision.others
+    late_too = choices.may_be_late(member._rank.id, [found])
+    decision.others = lambda: (*sources(), *([()] if late_too else ()))
     if found is None:
         posting.ended = choices.clocks.count(member._rank.id)
         choices.conclude(decision, ())
@@ -131,6 +134,7 @@ def _iprobe(
 def _await_each(choices: Choices, requests: Sequence[Any], places: Outcome) -> list[int]:
     for place in places:
         if not 0 <= place < len(requests) or requests[place]._completion is None:
+            choices.impossible = True  # a request that no call can find complete
             continue
         await_one(choices.world, requests[place]._completion, requests[place]._waiting)
     return list(places)
@@ -148,7 +152,7 @@ def _await_some(choices: Choices, raw: Any, requests: Sequence[Any], operation: 
         if decision.forced is None
         else _await_each(choices, requests, decision.forced)
     )
-    choices.conclude(decision, tuple(found[:1] if single else found))
+    choices.found(decision, completions, tuple(found[:1] if single else found))
     decision.others = lambda: choices.positions(
         decision, completions, lambda size: size == 1 if single else size > 0
     )
@@ -160,7 +164,6 @@ def _done_now(
 ) -> list[int]:
     completions = [each._completion for each in requests]
     decision = choices.ask(DONE, world.kernel.current.rank)
-    could = False
     if decision.forced is None:
         found: list[int] = raw(world, requests, every=every)
     elif decision.forced:
@@ -169,16 +172,19 @@ def _done_now(
     else:
         world.kernel.observe()
         now_s = world.kernel.current.clock
-        could = any(each is not None and (each.finish_s or now_s + 1.0) <= now_s for each in completions)
+        choices.put_off(
+            decision.key[1],
+            (each for each in completions if each is not None and (each.finish_s or now_s + 1.0) <= now_s),
+        )
         world.charge_poll()
         found = []
-    again = choices.put_off(decision.key[1], now=could)
     active = len(completions) - completions.count(None)
     if every and len(found) < active:
         found = []
-    choices.conclude(decision, tuple(found))
+    late_too = choices.may_be_late(decision.key[1], (completions[place] for place in found))
+    choices.found(decision, completions, tuple(found))
     decision.others = lambda: choices.positions(
-        decision, completions, lambda size: not again if size == 0 else not every or size == active
+        decision, completions, lambda size: late_too if size == 0 else not every or size == active
     )
     return found
 
@@ -229,6 +235,17 @@ def _release(choices: Choices, raw: Any, target: Target, who: int, dead: Any) ->
     choices.resubmit(target)
 
 
+def _expiring(raw: Callable[..., Any]) -> Any:
+    @functools.wraps(raw)
+    def expiring(task: Task, wait: Any) -> Any:
+        choices = task.kernel.owner.choices
+        if choices is not None:
+            choices.expire(task.rank)
+        return raw(task, wait)
+
+    return expiring
+
+
 def _install(put: Put) -> None:
     for owner, name, instead in (
         (members, "send", _send), (Member, "_accept", _accept), (Member, "_irecv", _irecv),
@@ -239,6 +256,8 @@ def _install(put: Put) -> None:
         (Epochs, "_wait", _waited),
     ):  # fmt: skip
         put(owner, name, _chosen(getattr(owner, name), instead))
+    for owner in (kernel, waiting):
+        put(owner, "timeout", _expiring(kernel.timeout))
     put(requested, "poll_ahead", lambda *args: _of_caller() is None and poll_ahead(*args))
 
 

@@ -50,6 +50,7 @@ from spawnsim.virtual.mpi.comm import ProgramAbort
 from spawnsim.virtual.mpi.communicators import Intracomm, held, make_comm_self
 from spawnsim.virtual.mpi.context import Context
 from spawnsim.virtual.mpi.module import MPI  # and all classes that communicators make
+from spawnsim.virtual.operations import write
 from spawnsim.virtual.process_state import ProcessStates
 from spawnsim.virtual.reproducibility import TorchStates, generators_per_rank, leaks_noticed
 from spawnsim.virtual.services import RankServices
@@ -217,9 +218,12 @@ class Cluster:
         """Add ranks that a program spawns; return their numbers."""
         world, first = self.world, len(self.world.ranks)
         world.platform.check(first + count)
-        if world.plan is not None or world.contention is not None or world.platform.crowded(first + count):
+        # These have the size of the world at its start; the last are vector clocks.
+        sized = (world.plan, world.contention, world.ordering)
+        if world.platform.crowded(first + count) or any(each is not None for each in sized):
             raise UnsupportedError(
-                "Spawn: not with a fault plan, contention of links, or more ranks than cores"
+                "Spawn: not with a fault plan, contention of links, more ranks than cores, a search for races "
+                "(--races), or explored schedules (--exhaustive)"
             )
         for rank in range(first, first + count):
             new = Rank(rank, world.kernel, RankDigest(rank), Streams(world.seed, rank))
@@ -262,6 +266,8 @@ class Cluster:
         rank = self.world.ranks[task.rank]
         if self.world.kernel.closed:  # the run was stopped or abandoned
             return
+        if self.world.races is not None:
+            self.world.races.leaves(task)
         if task.error is not None and not self._left(rank, task):
             self._fails(task, task.error)
         else:
@@ -339,10 +345,14 @@ class Cluster:
             self.world.mistakes["compute", ""] = idle
         if self._ended_well():
             self.world.mistakes |= {("open", sentence): sentence for sentence in left_open(self.world)}
+        if self.world.properties and self.world.kernel.failure is None:
+            self.world.mistakes |= self.world.properties.unjudged()
         self._counted = self._totals(end_s, time.perf_counter() - self._began_s)
+        for operation in self.world.operations:
+            write(self.world, operation)
         if self._timeline:
             self._timeline.finish(self._counted.virtual_seconds)
-        self._error = self._wrong()
+        self._error = self._wrong(end_s)
         if self._error is not None:
             self._error.totals = self._counted  # type: ignore[attr-defined]
             for mistake in self._counted.mistakes:
@@ -369,7 +379,7 @@ class Cluster:
             return "stragglers had no effect: they stretch blocks `with comm.compute(...):`, and no such block ran"
         return ""
 
-    def _wrong(self) -> BaseException | None:
+    def _wrong(self, end_s: float) -> BaseException | None:
         """Return the error with which the run ended, or None."""
         kernel = self.world.kernel
         if kernel.failure is not None:
@@ -379,7 +389,9 @@ class Cluster:
             alive = {task.rank for task in waiting}
             ended = [rank.id for rank in self.world.ranks if rank.id not in alive]
             return diagnosis.deadlock(waiting, ended, diagnosis.dead(self.world.ranks))
-        return self._races.error() if self._races else None
+        if self._races and (race := self._races.error()):
+            return race
+        return self.world.properties.error(end_s) if self.world.properties else None
 
     def _livelock(self, polls: int, since_s: float) -> Livelock:
         alive = [task for task in self.world.kernel.tasks if task.alive]

@@ -11,11 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain
 from types import FrameType
 from typing import Any
 
-from spawnsim.comm.handles import Owned
+from spawnsim.comm.handles import OBSERVERS, Keyval, Owned
 from spawnsim.virtual.engine.kernel import current_task
 from spawnsim.virtual.engine.matching import undelivered
 from spawnsim.virtual.engine.world import World
@@ -53,8 +52,7 @@ class ResourceLeaks:
         self._requests: dict[Any, tuple[int, Any]] = {}
         self._contexts: dict[Any, str] = {}  # and the program's line that made each
         self._freed: Counter[Any] = Counter()  # how many members have freed it
-        # Datatypes, groups and the like by identity, which equal groups share: the lines that made each handle.
-        self._handles: dict[int, tuple[str, Any, dict[int, list[str]]]] = {}
+        self._handles: Counter[tuple[str, str]] = Counter()  # open datatypes, groups, …: by kind and line
 
     def opened(self, completion: Any, rank: int, waiting: Any) -> None:
         self._requests[completion] = rank, waiting
@@ -69,19 +67,11 @@ class ResourceLeaks:
     def freed(self, context: Any) -> None:
         self._freed[context] += 1
 
-    def noticed(self, handle: Owned, new: bool) -> None:
-        """Record a datatype, an operation, a group or a persistent request that is new, or freed."""
-        place = id(handle._identity)  # of an object that the record keeps
-        _, _, made = self._handles.setdefault(place, (handle.kind, handle._identity, {}))
+    def noticed(self, owned: Owned | Keyval, new: bool) -> None:
+        """Record an object that a program must free, such as a datatype: it is new, or freed."""
         if new:
-            made.setdefault(id(handle), []).append(_line_of_program())
-        elif made:
-            which = id(handle) if id(handle) in made else next(reversed(made))  # a copy was freed
-            made[which].pop()
-            if not made[which]:
-                del made[which]
-        if not made:
-            del self._handles[place]
+            owned._origin = _line_of_program()
+        self._handles[owned.kind, getattr(owned, "_origin", "")] += 1 if new else -1
 
     def warnings(self, world: World) -> list[str]:
         """Return a line for each kind of open resource."""
@@ -138,20 +128,21 @@ class ResourceLeaks:
 
     def _left_handles(self) -> Iterator[str]:
         left: dict[str, Counter[str]] = {}
-        for kind, _, made in self._handles.values():
-            left.setdefault(kind, Counter()).update(chain(*made.values()))
+        for (kind, where), count in self._handles.items():
+            if count > 0:
+                left.setdefault(kind, Counter())[where] = count
         for kind, lines in sorted(left.items()):
             yield f"{_count(lines.total(), kind)} never freed{_made_at(lines)}"
 
 
-def _noticed(handle: Owned, new: bool) -> None:
+def _noticed(owned: Owned | Keyval, new: bool) -> None:
     task = current_task()
     leaks = None if task is None else task.kernel.owner.resource_leaks
     if leaks is not None:
-        leaks.noticed(handle, new)
+        leaks.noticed(owned, new)
 
 
-Owned.observers.append(_noticed)
+OBSERVERS.append(_noticed)
 
 
 def _line_of_program() -> str:
@@ -199,7 +190,7 @@ def _where(context: Any, *ranks: int) -> str:
 
 
 def _times(count: int) -> str:
-    return f"{count} × " if count > 1 else ""
+    return f"{count:,} × " if count > 1 else ""
 
 
 def _count(count: int, what: str) -> str:

@@ -8,14 +8,12 @@ other ranks none). Probes and polls order nothing. Runs without vector clocks ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.causality import Clocks, Stamp, joined
 from spawnsim.virtual.engine.completion import Message
-from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi import context as members
@@ -95,56 +93,49 @@ def _needed(instance: CollectiveInstance, call: Call, me: int) -> Sequence[int]:
     return everyone
 
 
-Note = Callable[[Ordering, Task, Any, Any], None]
+def _move_clocks(put: Put) -> None:
+    # As `Member` looks it up: a timeline may have replaced it.
+    send, accept, taken = vars(members)["send"], Member._accept, Member._taken
+    join, outcome = CollectiveInstance.join, CollectiveInstance.outcome
 
+    @functools.wraps(send)
+    def sending(world: World, mailbox: Any, message: Message, *mode: Any) -> Any:
+        if world.ordering is not None:
+            message.stamp = world.ordering.event(world.kernel.current.rank)
+        return send(world, mailbox, message, *mode)
 
-def noted(raw: Callable[..., Any], note: Note, *, after: bool = False) -> Any:
-    """Return a function of spawnsim that also calls `note(ordering, task, arguments, result)`, before or after it."""
+    @functools.wraps(accept)
+    def accepting(member: Member, *given: Any) -> Message:
+        message = accept(member, *given)
+        if member._world.ordering is not None:
+            member._world.ordering.received(member._rank.id, message)
+        return message
 
-    @functools.wraps(raw)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        task = current_task()
-        ordering = None if task is None else task.kernel.owner.ordering
-        if ordering is None or task is None:
-            return raw(*args, **kwargs)
-        if not after:
-            note(ordering, task, args, None)
-            return raw(*args, **kwargs)
-        result = raw(*args, **kwargs)
-        note(ordering, task, args, result)
+    @functools.wraps(taken)
+    def taking(member: Member, message: Message, into: Any) -> Any:
+        result = taken(member, message, into)
+        if member._world.ordering is not None:
+            member._world.ordering.received(member._rank.id, message)
         return result
 
-    return noting
+    @functools.wraps(join)
+    def joining(instance: CollectiveInstance, me: int, call: Call) -> Any:
+        if instance.world.ordering is not None:
+            instance.world.ordering.arrived(instance, me)
+        return join(instance, me, call)
 
+    @functools.wraps(outcome)
+    def leaving(instance: CollectiveInstance, me: int) -> Any:
+        result = outcome(instance, me)
+        if instance.world.ordering is not None:
+            instance.world.ordering.leaves(instance, me)
+        return result
 
-def _sent(ordering: Ordering, task: Task, given: tuple[World, Any, Message], _none: None) -> None:
-    given[2].stamp = ordering.event(task.rank)
-
-
-def _accepted(ordering: Ordering, _task: Task, given: tuple[Member], message: Message) -> None:
-    ordering.received(given[0]._rank.id, message)
-
-
-def _taken(ordering: Ordering, _task: Task, given: tuple[Member, Message], _none: None) -> None:
-    ordering.received(given[0]._rank.id, given[1])
-
-
-def _arrived(
-    ordering: Ordering, _task: Task, given: tuple[CollectiveInstance, int, Call], _none: None
-) -> None:
-    ordering.arrived(given[0], given[1])
-
-
-def _left(ordering: Ordering, _task: Task, given: tuple[CollectiveInstance, int], _result: Any) -> None:
-    ordering.leaves(given[0], given[1])
-
-
-def _move_clocks(put: Put) -> None:
-    put(members, "send", noted(wire.send, _sent))  # where `Member` looks it up
-    put(Member, "_accept", noted(Member._accept, _accepted, after=True))
-    put(Member, "_taken", noted(Member._taken, _taken, after=True))
-    put(CollectiveInstance, "join", noted(CollectiveInstance.join, _arrived))
-    put(CollectiveInstance, "outcome", noted(CollectiveInstance.outcome, _left, after=True))
+    put(members, "send", sending)  # where `Member` looks it up
+    put(Member, "_accept", accepting)
+    put(Member, "_taken", taking)
+    put(CollectiveInstance, "join", joining)
+    put(CollectiveInstance, "outcome", leaving)
 
 
 moving_clocks = Patches(_move_clocks).in_place

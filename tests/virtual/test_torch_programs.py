@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -343,7 +342,6 @@ except RuntimeError as error:
     assert lines[1] == "0 7 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms (["
     assert lines[3] == "2 7 Rank 2 successfully reached monitoredBarrier, but received err"
     assert len(lines) == 4
-    began = time.monotonic()
     text = """
 try:
     while True:
@@ -354,7 +352,6 @@ except RuntimeError as error:
 """
     _, lines = program(text, 3, faults="crash:1@2.5s")
     assert lines == [f"{rank} [gloo] Connection closed by peer [rank 1" for rank in (0, 2)]
-    assert time.monotonic() - began < 20
 
 
 def test_each_rank_profiles_its_own_operations_in_virtual_time(program: Any, tmp_path: Path) -> None:

@@ -360,14 +360,15 @@ class DecentralizedAverager:
         # From the group's number, so that all members scatter over the next round's keys without another message.
         self.bits = next_bits(self.bits, group.number, index=index, group_size=size, target=target)
         if led:
-            self.comm.record.event(
-                "group", key=group.key, members=list(group.ranks), size=size, round=self.round
-            )
+            world = self.comm.Get_group().members
+            members = [world[rank] for rank in group.ranks]
+            self.comm.record.event("group", key=group.key, members=members, size=size, round=self.round)
 
     def averaged(self, result: Averaged) -> None:
         self.donor.renew(self.comm.clock.now())
         if not result.complete:
-            missing = {str(rank): share for rank, share in result.missing.items()}
+            world = self.comm.Get_group().members
+            missing = {str(world[rank]): share for rank, share in result.missing.items()}
             self.comm.record.event(
                 "partial_average", round=self.round, received=result.received, missing=missing
             )

@@ -325,6 +325,8 @@ class ShutdownDrain:
         """Return whether all other ranks have left this coordinating rank, or have died."""
         coordinator = self.exchange.coordinator
         assert coordinator is not None
+        # This rank's own LEAVE may have gone to a coordinator that has died.
+        coordinator.leave(self.exchange.comm.Get_rank())
         for rank in () if coordinator.alone else self.exchange.endpoint.find_failed():
             coordinator.leave(rank)
         return coordinator.alone

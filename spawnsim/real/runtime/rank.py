@@ -28,6 +28,7 @@ from spawnsim import checkpoints
 from spawnsim.checkpoints import Saved, Shard
 from spawnsim.comm.constants import ANY_SOURCE, ANY_TAG
 from spawnsim.comm.objects import DIED, ENDED, SILENT
+from spawnsim.comm.properties import stated as property_of
 from spawnsim.errors import ParameterError, SpawnsimError
 from spawnsim.random import gpu_states, set_gpu_states
 from spawnsim.real.runtime.abort import AbortProtocol, stoppable
@@ -359,14 +360,19 @@ class RankComm:
         """
         return self.runtime.services.background(fn)
 
-    def check(self, condition: Any, message: str = "") -> None:
+    def check(self: Any, condition: Any, message: str = "", **stated: Any) -> None:
         """Record a warning unless a condition holds: a real job continues, whereas a virtual run ends.
 
         Args:
-            condition: the condition that must hold.
+            condition: the condition that must hold; the name, if a property of the whole run is stated.
             message: the text of the warning.
+            stated: a property of the whole run. Real ranks do not judge it, and rank 0 records a warning.
         """
-        if not condition:
+        if stated:
+            name = property_of(condition, message, **stated).name
+            if self.rank == 0:
+                self.record.event("warning", text=f"comm.check({name!r}) is judged on virtual ranks only")
+        elif not condition:
             self.record.event("warning", text=message or "a check failed")
 
     def absent(self) -> dict[int, str]:

@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import repeat
 from operator import mul
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from spawnsim.comm.constants import IN_PLACE
@@ -166,6 +168,20 @@ class Record:
     def event(self, kind: str, **fields: Any) -> None:
         if self._recorder is not None:
             self._recorder.event(self._rank, self._clock.now(), kind, fields)
+
+    @contextmanager
+    def operation(self, name: str, method: str, *arguments: Any) -> Iterator[SimpleNamespace]:
+        """Record a block as an event of kind "operation"; a process that dies in the block records nothing."""
+        call, begin_s, end_s = SimpleNamespace(result=None), self._clock.now(), None
+        given = deepcopy(arguments)
+        try:
+            yield call
+            end_s = self._clock.now()
+        finally:
+            self.event(
+                "operation", object=name, method=method, arguments=given, begin_s=begin_s, end_s=end_s,
+                result=None if end_s is None else call.result,
+            )  # fmt: skip
 
 
 class Task:

@@ -15,38 +15,54 @@ from typing import Any
 import numpy as np
 
 Stamp = Any  # numpy array of int64, never changed
+# The number of a rank's latest event, and the entries of its stamp for the other ranks.
+Known = tuple[int, list[int]]
 
 
 class Clocks:
     """The vector clocks of all ranks."""
 
-    __slots__ = ("_clocks",)
+    __slots__ = ("_clocks", "_known", "_latest", "_numbers", "_rows")
 
     def __init__(self, ranks: int) -> None:
         self._clocks = np.zeros((ranks, ranks), np.int64)
+        self._rows = [*self._clocks]  # of the same numbers; a rank's entry for itself is set when it is read
+        self._numbers = [0] * ranks  # of each rank's latest event
+        self._latest: list[Stamp] = [None] * ranks  # what each rank has learned last
+        self._known: list[list[int] | None] = [None] * ranks
 
     def count(self, rank: int) -> int:
         """Begin a new event of a rank; return its number, from 1 on."""
-        own = self._clocks[rank]
-        own[rank] += 1
-        return int(own[rank])
+        number = self._numbers[rank] = self._numbers[rank] + 1
+        return number
 
     def stamp(self, rank: int) -> Stamp:
         """Return a stamp of a rank's latest event, for a message or a release."""
-        return self._clocks[rank].copy()
+        own = self._rows[rank]
+        own[rank] = self._numbers[rank]
+        return own.copy()
+
+    def known(self, rank: int) -> Known:
+        """Return the number of a rank's latest event, and the entries of its stamp for the other ranks.
+
+        The list is never changed. It is made once for all events until the rank learns something.
+        """
+        known = self._known[rank]
+        if known is None:
+            known = self._known[rank] = self._rows[rank].tolist()
+        return self._numbers[rank], known
 
     def learn(self, rank: int, stamp: Stamp) -> None:
         """Order everything before a stamp before the rank's next event: it received a message, or acquired a lock."""
-        own = self._clocks[rank]
-        np.maximum(own, stamp, out=own)
+        if stamp is not self._latest[rank]:
+            own = self._rows[rank]
+            np.maximum(own, stamp, out=own)
+            self._latest[rank], self._known[rank] = stamp, None
 
     def known_to_all(self, rank: int) -> int:
         """Return the number of the latest event of a rank that happens before every rank's next event."""
+        self._rows[rank][rank] = self._numbers[rank]
         return int(self._clocks[:, rank].min())
-
-    def restart(self, rank: int) -> None:
-        """Order everything before a restarted rank's next event: its earlier incarnation cannot race with it."""
-        self._clocks[rank] = self._clocks.max(axis=0)
 
 
 def before(rank: int, number: int, stamp: Stamp) -> bool:

@@ -78,6 +78,10 @@ class Rank:
             task.clock = self.death_s
             raise self.kernel.die()
 
+    def dead_at(self, time_s: float) -> bool:
+        """Return whether it is dead at a time: a rank that runs ahead is marked before its time of death."""
+        return self.dead and not time_s < self.death_s < math.inf
+
     @property
     def dropped(self) -> Counter[int]:
         """The number of messages that arrived too late, by sender."""
@@ -127,6 +131,7 @@ class World:
     # Agreements of survivors, to be checked again after a death.
     on_death: list[Callable[[], None]] = field(default_factory=list)
     revoked: bool = False  # whether any was ever revoked: only then do waits check
+    operations: list[Any] = field(default_factory=list)  # `operations.Operation`, by beginning
     leaks: dict[str, str] = field(default_factory=dict)  # irreproducible values read: kind -> a sentence
     private: frozenset[str] = frozenset()  # installed packages of which each rank has a separate copy
     # (kind, line) -> a sentence, for actions of the program that MPI leaves undefined, and for faults that came too
@@ -143,6 +148,7 @@ class World:
     attachments: dict[Any, Any] = field(default_factory=dict)  # objects of other modules that all ranks share
     ordering: Any = None  # `ordering.Ordering`, if the run has vector clocks
     races: Any = None  # `races.detector.Races`, if the run looks for them
+    properties: Any = None  # `properties.Properties`, if the program states any
     choices: Any = None  # `choices.Choices`, if the run records its decisions
     around_threads: Callable[[], Any] = nullcontext  # entered while a thread of a rank runs
     checkpoints: Any = None  # `checkpoints.Checkpoints`

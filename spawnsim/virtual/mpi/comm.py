@@ -110,7 +110,7 @@ class Comm(PointToPoint, Collectives):
 
     @property
     def check(self) -> Callable[..., None]:
-        """`comm.check(condition, message)` ends the run with `CheckFailed` unless the condition holds."""
+        """`comm.check(condition, message)` and properties of the whole run: see `spawnsim.comm.Comm.check`."""
         return self._own.check  # type: ignore[no-any-return]
 
     @property
@@ -236,7 +236,7 @@ class Comm(PointToPoint, Collectives):
         new: Self = self._entered(context)
         self.copy_attributes(new)
         hints = info if info is not None else self._info
-        new._info = Info.Create(hints) if hints else None
+        new._info = Info.of(hints) if hints else None
         return new
 
     def _subset(self, context: Context | None) -> Any:

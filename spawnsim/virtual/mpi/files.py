@@ -190,7 +190,7 @@ class File(Named):
         self = cls()
         self._identity = self._state = state
         self._comm, self._view, self._split = comm._entered(context, Intracomm), View(), None
-        self._info, self._atomic = Info.Create(info) if info else None, False
+        self._info, self._atomic = Info.of(info) if info else None, False
         self._pointer = state.shared = state.size if state.amode & c.MODE_APPEND else 0
         comm._rank.attachments.setdefault("files", []).append(state.path)
         return self
@@ -249,7 +249,7 @@ class File(Named):
 
     def Get_errhandler(self) -> Errhandler:
         """Return the error handler; `FILE_NULL` has one, too."""
-        return Errhandler(self._errhandler or ERRORS_RETURN)
+        return Errhandler(self._errhandler or ERRORS_RETURN)._made()
 
     def Set_errhandler(self, errhandler: Errhandler) -> None:
         self._errhandler = errhandler

@@ -209,7 +209,7 @@ class Request(Owned):
         self._identity = self._completion = self._withdraw = None
         if request is not None:
             same_kind(Request, request)
-            self._identity = request._identity
+            self._copy(request)
             for name in Request.__slots__:
                 setattr(self, name, getattr(request, name, None))
         return self

@@ -47,6 +47,9 @@ POST, COMPLETE = 1, 2  # tags of the active-target epochs
 SPINNING, APART_S = 1000, 1e-6
 # A target, an access to it, and the function that delivers the answer.
 PendingAccess = tuple[int, Access, Callable[[Any], Any]]
+# The memory that an access uses: the part of the target, the operation there, the origin's buffers that it reads, and
+# the one that it writes.
+Use = tuple[Buffer, str, tuple[Buffer, ...], Buffer | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -414,7 +417,8 @@ class Accesses(Epochs):
         target_rank, target_disp = integer(target_rank), integer(target_disp, AINT)
         if target_rank == PROC_NULL:
             return
-        new, expected = as_buffer(origin).pack()[:1], as_buffer(compare).pack()[:1]
+        reads = as_buffer(origin), as_buffer(compare)
+        new, expected = reads[0].pack()[:1], reads[1].pack()[:1]
         found = as_buffer(result, writable=True)
         part = self._part(target_rank, [target_disp, 1], found, "Compare_and_swap")
 
@@ -426,7 +430,10 @@ class Accesses(Epochs):
             return there
 
         sizes = new.nbytes + expected.nbytes, new.nbytes
-        self._begin(target_rank, "Compare_and_swap", sizes, serve, deliver=found.unpack, data=[new, expected])
+        use = part, "CAS", reads, found
+        self._begin(
+            target_rank, "Compare_and_swap", sizes, serve, use=use, deliver=found.unpack, data=[new, expected]
+        )
 
     # -- implementation --------------------------------------------------------------------------------------
 
@@ -439,9 +446,9 @@ class Accesses(Epochs):
         _check_op(op, own, part)
         call = "Put" if op == REPLACE else "Accumulate"
         # `pack` copies: the target serves later, when the origin's buffer may have changed.
-        sizes, data = (own.nbytes, 0), own.pack()
+        sizes, data, use = (own.nbytes, 0), own.pack(), (part, op.name, (own,), None)
         return self._begin(
-            rank, call, sizes, lambda data: _apply(op, part, data), deliver=_no_answer, data=data
+            rank, call, sizes, lambda data: _apply(op, part, data), use=use, deliver=_no_answer, data=data
         )
 
     def _get(self, origin: Any, rank: int, target: Any) -> PendingAccess | None:
@@ -451,14 +458,16 @@ class Accesses(Epochs):
         own = as_buffer(origin, writable=True)
         part = self._part(rank, target, own, "Get")
         # Packed when the target serves: a Get returns the contents at that time.
-        return self._begin(rank, "Get", (0, part.nbytes), lambda data: part.pack(), deliver=own.unpack)
+        sizes, use = (0, part.nbytes), (part, "GET", (), own)
+        return self._begin(rank, "Get", sizes, lambda data: part.pack(), use=use, deliver=own.unpack)
 
     def _swap(self, origin: Any, result: Any, rank: int, target: Any, *, op: Op) -> PendingAccess | None:
         rank = integer(rank)
         if rank == PROC_NULL:
             return None
         found = as_buffer(result, writable=True)
-        data = None if op == NO_OP else as_buffer(origin).pack()
+        reads = () if op == NO_OP else (as_buffer(origin),)
+        data = reads[0].pack() if reads else None
         part = self._part(rank, target, found, "Get_accumulate")
         _check_op(op, found, part)
 
@@ -469,8 +478,8 @@ class Accesses(Epochs):
                 _apply(op, part, data)
             return there
 
-        sizes = 0 if data is None else data.nbytes, found.nbytes
-        return self._begin(rank, "Get_accumulate", sizes, serve, deliver=found.unpack, data=data)
+        sizes, use = (0 if data is None else data.nbytes, found.nbytes), (part, op.name, reads, found)
+        return self._begin(rank, "Get_accumulate", sizes, serve, use=use, deliver=found.unpack, data=data)
 
     def _part(self, rank: int, target: Any, own: Buffer, operation: str) -> Buffer:
         """Return the buffer in the target's memory to which an access refers."""
@@ -488,10 +497,13 @@ class Accesses(Epochs):
             raise CallError(ERR_RMA_RANGE, f"{what}: {error}") from None
 
     def _begin(
-        self, rank: int, call: str, nbytes: tuple[int, int], serve: Serve, *, deliver: Callable[[Any], Any],
-        data: Any = None,
+        self, rank: int, call: str, nbytes: tuple[int, int], serve: Serve, *, use: Use,
+        deliver: Callable[[Any], Any], data: Any = None,
     ) -> PendingAccess:  # fmt: skip
-        """Send an access of `nbytes` bytes (there, back). `deliver` gets the answer when the access is complete."""
+        """Send an access of `nbytes` bytes (there, back). `deliver` gets the answer when the access is complete.
+
+        The search for races replaces this method, and needs `use`.
+        """
         windows = self._windows
         access = Access(windows.world, call, nbytes, serve, data=data)
         windows.request(self._comm._rank, rank, access)

@@ -115,7 +115,7 @@ class Win(Accesses, Named, np.ndarray[Any, np.dtype[np.uint8]]):  # type: ignore
         self._comm = comm._entered(context, Member)
         self._comm._name = comm._label
         self._place, self._name, self._errhandler = comm._me, "", None
-        self._info = Info.Create(info) if info else None
+        self._info = Info.of(info) if info else None
         self._epoch = Epoch()
         comm._rank.observers += 1
         comm._world.kernel.observe()

@@ -7,48 +7,51 @@ complete, or the wait for its request. It happens before another one if its end 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from spawnsim.comm.buffers import Buffer
-from spawnsim.virtual.engine.causality import Stamp
+from spawnsim.virtual.engine.causality import Known
 from spawnsim.waits import is_program
 
 Runs = tuple[tuple[int, int], ...]  # addresses: from, to; increasing
+Line = tuple[str, int] | None  # of the program: file and number
 SHARED, EXCLUSIVE = 1, 2
 ANY_OP = ("NO_OP", "REPLACE", "CAS")  # these are atomic with each other, as the usual locks need
 
 
 @dataclass(eq=False, slots=True)
-class Access:
-    """One access of a rank; `number` and `stamp` are of its begin, `end` is the number of the event that ends it."""
+class Begin:
+    """Where and when a rank begins an access, or several in one call."""
 
     rank: int
     call: str
-    line: str
-    number: int
-    stamp: Stamp
-    runs: Runs
-    writes: bool
-    atomic: tuple[str, str, int] | None = None  # operation, type and its size, of the atomic calls
-    lock: int = 0  # SHARED or EXCLUSIVE: which lock of the memory the rank holds
-    epoch: str = ""  # the kind of its epoch, of a remote access
-    end: int | None = None
-    origin: bool = False  # to the buffer of the rank that makes a one-sided call
-    remote: bool = False  # to a target's memory, by a one-sided call
+    line: Line
+    number: int  # of the event
+    knows: Known  # the latest events of this rank, and of the others, that happen before
 
-    def ended_before(self, other: Access) -> bool:
-        """Whether this access, which was noticed first, happens before another one."""
-        return self.end is not None and bool(other.stamp[self.rank] >= self.end)
-
-    def key(self) -> Any:
-        """Return what a later access must share, for this one to be superfluous once it has happened before that."""
-        return self.rank, self.writes, self.atomic, self.lock, self.runs, self.remote, self.origin
+    def after(self, rank: int, number: int) -> bool:
+        """Whether this happens after an event of a rank."""
+        return (self.knows[0] if rank == self.rank else self.knows[1][rank]) >= number
 
     def text(self) -> str:
         """Return the call with its rank and line."""
-        return f"{self.call} of rank {self.rank}" + (f" ({self.line})" if self.line else "")
+        return f"{self.call} of rank {self.rank}" + (f" ({shown(self.line)})" if self.line else "")
+
+
+@dataclass(eq=False, slots=True)
+class Access:
+    """One access of a rank; `end` is the number of the event that ends it."""
+
+    begin: Begin
+    runs: Runs
+    writes: bool
+    end: int | None = None
+    epoch: str = ""  # the kind of its epoch, of a one-sided call
+    origin: bool = False  # to the buffer of the rank that makes the call
+    atomic: tuple[str, str, int] | None = None  # operation, type and its size, of the atomic calls
+    remote: bool = False  # to a target's memory, by a one-sided call
+    lock: int = 0  # SHARED or EXCLUSIVE: which lock of the memory the rank holds
 
 
 def runs_of(buffer: Buffer) -> Runs:
@@ -93,23 +96,26 @@ def overlap(one: Runs, other: Runs) -> tuple[int, int] | None:
 
 
 def conflict(first: Access, second: Access) -> tuple[int, int] | None:
-    """Return the bytes for which two accesses are a race; None if they are not. `first` was noticed first."""
-    if not (first.writes or second.writes) or first.ended_before(second):
-        return None
-    # MPI: accesses under locks of one target exclude each other, unless both locks are shared.
-    if first.rank != second.rank and first.lock + second.lock > EXCLUSIVE:
+    """Return the bytes for which two accesses could be a race, if nothing orders them; None if they could not."""
+    if not (first.writes or second.writes) or not first.runs or not second.runs:
         return None
     if _atomic_together(first, second):
         return None
     return overlap(first.runs, second.runs)
 
 
+def exclude(first: Access, second: Access) -> bool:
+    """Whether locks of their target exclude one of two accesses while the other one lasts."""
+    # MPI: accesses under locks of one target exclude each other, unless both locks are shared.
+    return first.lock + second.lock > EXCLUSIVE and first.begin.rank != second.begin.rank
+
+
 def _atomic_together(first: Access, second: Access) -> bool:
     """Whether two atomic calls may overlap: their types, elements and operations go together."""
     one, other = first.atomic, second.atomic
-    if one is None or other is None or one[1:] != other[1:] or not first.runs or not second.runs:
+    if one is None or other is None:
         return False
-    if (first.runs[0][0] - second.runs[0][0]) % one[2]:
+    if one[1:] != other[1:] or (first.runs[0][0] - second.runs[0][0]) % one[2]:
         return False
     return one[0] == other[0] or "NO_OP" in (one[0], other[0]) or {one[0], other[0]} <= {*ANY_OP}
 
@@ -120,11 +126,12 @@ def missing(first: Access, second: Access, *, shared: bool) -> str:
     if first.origin:
         if not first.epoch:
             return "the request's Wait before the second"
-        wait = f"the request's Wait, {complete}" if first.call.startswith("R") else complete
+        wait = f"the request's Wait, {complete}" if first.begin.call.startswith("R") else complete
         return f"{wait} before the second"
     # If the begin of the first happens before the second, only the call that completes it comes too late.
-    if first.remote and second.stamp[first.rank] >= first.number:
-        who = "" if first.rank == second.rank else f" of rank {first.rank}, then a Barrier or a message,"
+    rank = first.begin.rank
+    if first.remote and second.begin.after(rank, first.begin.number):
+        who = "" if rank == second.begin.rank else f" of rank {rank}, then a Barrier or a message,"
         return f"{complete}{who} between them"
     epochs = {first.epoch, second.epoch}
     if "fence" in epochs:
@@ -145,26 +152,26 @@ COMPLETES = {
 }
 
 
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]
-
-
 _programs: dict[str, bool] = {}
 
 
-def line_of_program() -> str:
-    """Return the innermost line that belongs to the program."""
-    for frame in _frames():
+def line_of_program(depth: int = 1) -> Line:
+    """Return the innermost line that belongs to the program, from this number of callers on."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
         file = frame.f_code.co_filename
         ours = _programs.get(file)
         if ours is None:
             ours = _programs[file] = is_program(file)
         if ours:
-            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
-    return ""
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def shown(line: Line) -> str:
+    """Return a line in words."""
+    return "" if line is None else f"{line[0].rpartition('/')[2]}:{line[1]}"
 
 
 def text_of(first: Access, second: Access, where: str, *, shared: bool) -> str:
@@ -175,6 +182,6 @@ def text_of(first: Access, second: Access, where: str, *, shared: bool) -> str:
         f", in an epoch of {' and of '.join(kinds[each] for each in dict.fromkeys(epochs))}" if epochs else ""
     )
     return (
-        f"{first.text()} and {second.text()} access {where}{epoch}, and nothing orders them; "
+        f"{first.begin.text()} and {second.begin.text()} access {where}{epoch}, and nothing orders them; "
         f"missing: {missing(first, second, shared=shared)}"
     )

@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 
 from spawnsim.comm.buffers import Buffer, as_buffer
-from spawnsim.comm.constants import PROC_NULL
-from spawnsim.comm.handles import AINT, integer
 from spawnsim.comm.memory import flat
-from spawnsim.comm.ops import NO_OP, Op
-from spawnsim.virtual.engine.kernel import Task, current_task
+from spawnsim.virtual.engine.kernel import Kernel, Task, current_task
 from spawnsim.virtual.interpreter import Patches, Put
 from spawnsim.virtual.mpi.context import Member
 from spawnsim.virtual.mpi.requests import Request
@@ -64,64 +61,6 @@ def _on_service(raw: Callable[..., Any], *, before: Hook | None = None, after: H
     return hooked
 
 
-def _type(buffer: Any) -> tuple[str, int]:
-    basic = buffer.datatype.basic
-    if basic is None or basic.dtype is None:
-        return buffer.type_name, 1
-    return str(basic.dtype), int(basic.size)
-
-
-def _put(races: Any, _task: Task, window: Any, origin: Any, rank: int, target: Any, op: Op) -> None:
-    place = integer(rank)
-    if place != PROC_NULL:
-        own = as_buffer(origin)
-        part = window._part(place, target, own, "Put")
-        # Rput and Put are not atomic; Accumulate(op=REPLACE) is.
-        plain = "put" in races.calls.get(_task, "").lower()
-        atomic = None if plain else (op.name, *_type(part))
-        races.begin(window, place, part, atomic=atomic, writes=plain or op != NO_OP, reads=[own], results=[])
-
-
-def _get(races: Any, _task: Task, window: Any, origin: Any, rank: int, target: Any) -> None:
-    place = integer(rank)
-    if place != PROC_NULL:
-        own = as_buffer(origin)
-        part = window._part(place, target, own, "Get")
-        races.begin(window, place, part, atomic=None, writes=False, reads=[], results=[own])
-
-
-def _get_accumulate(
-    races: Any, _task: Task, window: Any, origin: Any, result: Any, rank: int, target: Any, *, op: Op
-) -> None:
-    place = integer(rank)
-    if place != PROC_NULL:
-        found = as_buffer(result)
-        reads = [] if op == NO_OP else [as_buffer(origin)]
-        part = window._part(place, target, found, "Get_accumulate")
-        atomic = (op.name, *_type(part))
-        races.begin(window, place, part, atomic=atomic, writes=op != NO_OP, reads=reads, results=[found])
-
-
-def _compare_and_swap(
-    races: Any, _task: Task, window: Any, origin: Any, compare: Any, result: Any, target_rank: int,
-    target_disp: int = 0,
-) -> None:  # fmt: skip
-    place = integer(target_rank)
-    if place != PROC_NULL:
-        found = as_buffer(result)
-        part = window._part(place, [integer(target_disp, AINT), 1], found, "Compare_and_swap")
-        reads = [as_buffer(origin), as_buffer(compare)]
-        races.begin(
-            window, place, part, atomic=("CAS", *_type(part)), writes=True, reads=reads, results=[found]
-        )
-
-
-def _requested(races: Any, task: Task, *given: Any) -> None:
-    issued = races.issuing.pop(task, None)
-    if issued is not None:
-        races.sent[given[-1]] = issued
-
-
 def _taken(races: Any, _task: Task, *given: Any) -> None:
     _, _, begun = given
     races.complete_here(begun[1])
@@ -129,7 +68,7 @@ def _taken(races: Any, _task: Task, *given: Any) -> None:
 
 def _flushed(races: Any, task: Task, *given: Any) -> None:
     _, window, *rank, _ = given
-    if not races.calls.get(task, "").startswith("Flush_local"):
+    if not races.calls.get(task, ("",))[0].startswith("Flush_local"):
         races.complete_there(window._epoch, rank[0] if rank else None)
 
 
@@ -218,12 +157,40 @@ def _released(races: Any, target: Any, who: int) -> None:
     races.released(who, target)
 
 
+def _leaving(races: Any, _task: Task, *given: Any) -> None:
+    races.leaves(given[1])
+
+
+def _beginning(raw: Callable[..., Any]) -> Any:
+    """Return `Accesses._begin` for runs that look for races."""
+
+    @functools.wraps(raw)
+    def beginning(window: Any, rank: int, call: str, *given: Any, **more: Any) -> Any:
+        races = window._windows.world.races
+        if races is not None:
+            races.begin(window, rank, call, more["use"])
+        return raw(window, rank, call, *given, **more)
+
+    return beginning
+
+
+def _requesting(raw: Callable[..., Any]) -> Any:
+    """Return `WindowState.request` for runs that look for races: it belongs to the call that begins."""
+
+    @functools.wraps(raw)
+    def requesting(windows: Any, origin: Any, rank: int, access: Any) -> Any:
+        races = windows.world.races
+        if races is not None and races.issuing is not None:
+            races.sent[access], races.issuing = races.issuing, None
+        return raw(windows, origin, rank, access)
+
+    return requesting
+
+
 def _notice(put: Put) -> None:
-    put(Accesses, "_put", _hooked(Accesses._put, before=_put))
-    put(Accesses, "_get", _hooked(Accesses._get, before=_get))
-    put(Accesses, "_swap", _hooked(Accesses._swap, before=_get_accumulate))
-    put(Accesses, "Compare_and_swap", _hooked(Accesses.Compare_and_swap, before=_compare_and_swap))
-    put(WindowState, "request", _hooked(WindowState.request, before=_requested))
+    put(Kernel, "_leave", _hooked(Kernel._leave, before=_leaving))
+    put(Accesses, "_begin", _beginning(Accesses._begin))
+    put(WindowState, "request", _requesting(WindowState.request))
     put(Epochs, "_take", _hooked(Epochs._take, after=_taken))
     put(Epochs, "_flush", _hooked(Epochs._flush, after=_flushed))
     put(Epochs, "_flush_all", _hooked(Epochs._flush_all, after=_flushed))

@@ -6,28 +6,33 @@ program: that is a local store. Loads leave no trace; `loads` reports those in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from spawnsim.comm.buffers import Buffer, as_buffer
 from spawnsim.comm.constants import LOCK_EXCLUSIVE, WIN_FLAVOR_SHARED
 from spawnsim.comm.memory import as_bytes
+from spawnsim.comm.ops import NO_OP
 from spawnsim.errors import DataRace
-from spawnsim.virtual.engine.causality import Stamp, joined
+from spawnsim.virtual.engine.causality import Known, Stamp, joined
 from spawnsim.virtual.engine.kernel import Task, current_task
 from spawnsim.virtual.engine.world import World
-from spawnsim.virtual.mpi.rma import Epochs
+from spawnsim.virtual.mpi.rma import Epochs, Use
 from spawnsim.virtual.ordering import Ordering
 from spawnsim.virtual.races.accesses import (
     EXCLUSIVE,
     SHARED,
     Access,
+    Begin,
+    Line,
     Runs,
     line_of_program,
     overlap,
     runs_of,
+    shown,
     text_of,
 )
 from spawnsim.virtual.races.calls import STARTED, buffers_of, noticing
@@ -51,9 +56,9 @@ class Issued:
     remote: Access
     place: int
     own: list[Access]
-    fetches: bool  # only reads the target: complete at the target when it is complete at the origin
+    stamp: Stamp | None  # of its begin, if it is an atomic write
+    parts: list[Part]
     acquired: Stamp | None = None  # of the atomic writes whose values it has read
-    parts: list[Part] = field(default_factory=list)
 
 
 class Races:
@@ -67,14 +72,15 @@ class Races:
             [] for _ in range(size)
         ]  # the memory that each rank can load and store
         self.targets: dict[Any, list[Part]] = {}  # by target of a window
+        self.exposed: dict[
+            Any, list[Part]
+        ] = {}  # the same, with the parts of other windows in the same memory
         self.private: list[list[Private]] = [[] for _ in range(size)]
-        self.since: list[Stamp] = [
-            self.clocks.stamp(rank) for rank in range(size)
-        ]  # of each rank's last call
-        self.since_line = [""] * size
+        # What each rank knew after its last call, and the line of that.
+        self.since: list[tuple[Known, Line]] = [(self.clocks.known(rank), None) for rank in range(size)]
         self.seen_now: list[set[Any]] = [set() for _ in range(size)]  # loads and stores since its last call
-        self.calls: dict[Task, str] = {}  # the active call of each task
-        self.issuing: dict[Task, Issued] = {}
+        self.calls: dict[Task, tuple[str, Line]] = {}  # the active call of each task
+        self.issuing: Issued | None = None  # the one-sided call that is about to be sent
         self.sent: dict[Any, Issued] = {}  # by `rma_service.Access`
         self.transfers: dict[Any, list[Access]] = {}  # sends and receives with a request, by completion
         self.pending: dict[Any, list[Issued]] = {}  # by epoch
@@ -116,7 +122,8 @@ class Races:
         self.seen_now[rank].clear()
         if orders and (self.parts[rank] or self.private[rank]):
             self.look(rank)
-        self.calls[task] = name
+        line = line_of_program(2)  # above this method and its caller
+        self.calls[task] = name, line
         try:
             result = call()
             if name in STARTED and result._completion is not None:
@@ -126,68 +133,76 @@ class Races:
         finally:
             del self.calls[task]
             if orders and (self.parts[rank] or self.private[rank]):
-                self._after(rank, name, stores=not isinstance(subject, Epochs))
+                self._after(rank, (name, line), stores=not isinstance(subject, Epochs))
+
+    def leaves(self, task: Task) -> None:
+        """Record the stores of a rank that lets others run, who may overwrite them, or in shared memory pass for it."""
+        call = self.calls.get(task)
+        if call is None:  # a sleep, or a charge for the computing before a call
+            self.look(task.rank)
+        elif any(part.shared for part in self.parts[task.rank]):
+            if call[0] in STARTING:
+                self.look(task.rank)
+            else:
+                self._stored_in(task.rank, call)
 
     def look(self, rank: int) -> None:
         """Record the local stores of a rank since its last call."""
         for part in self.parts[rank]:
-            runs = part.changes()
-            if runs:
-                self._stored(rank, part, runs, f"a store after {self.since_line[rank]}")
+            if runs := part.changes():
+                self._check(self._stored(rank, runs), part)
         for own in [*self.private[rank]]:
-            runs = own.changes()
-            if runs and own.access.end is None:
-                self._stored(rank, own, runs, f"a store after {self.since_line[rank]}")
+            if (runs := own.changes()) and own.access.end is None:
+                self._check_own(self._stored(rank, runs), own)
 
-    def _stored(self, rank: int, where: Part | Private, runs: Runs, call: str) -> None:
-        number = self.clocks.count(rank)
-        use = Access(rank, call, "", number, self.since[rank], runs, writes=True, end=number)
-        self._local(
-            use, [where] if isinstance(where, Part) else [], where if isinstance(where, Private) else None
-        )
+    def _stored(self, rank: int, runs: Runs) -> Access:
+        """Return the access of stores since a rank's last call."""
+        number, (known, line) = self.clocks.count(rank), self.since[rank]
+        begin = Begin(rank, f"a store after {shown(line)}", None, number, known)
+        return Access(begin, runs, writes=True, end=number)
 
     def _look_at(self, rank: int, runs: Runs) -> None:
         """Record the local stores to these bytes, which a one-sided call is about to access."""
         for part in touching(self.parts[rank], runs):
-            found = part.changes_in(runs)
-            if found:
-                self._stored(rank, part, found, f"a store after {self.since_line[rank]}")
+            if found := part.changes_in(runs):
+                self._check(self._stored(rank, found), part)
 
-    def _after(self, rank: int, name: str, *, stores: bool) -> None:
-        """Record what a call itself has stored in exposed memory, if it may, such as Recv."""
-        line = ""
-        for part in self.parts[rank]:
-            runs = part.changes() if stores else ()
-            if runs:
-                line = line or line_of_program()
-                number = self.clocks.count(rank)
-                stamp = self.clocks.stamp(rank)
-                self._local(Access(rank, name, line, number, stamp, runs, writes=True, end=number), [part])
-            part.prune(self.clocks.known_to_all)
+    def _after(self, rank: int, call: tuple[str, Line], *, stores: bool) -> None:
+        """Record what a call itself has stored, if it may, such as Recv; what follows is after it."""
         if stores:
-            for own in self.private[rank]:
-                own.changes()
-        self.since[rank], self.since_line[rank] = self.clocks.stamp(rank), line_of_program()
+            self._stored_in(rank, call)
+        for part in self.parts[rank]:
+            part.prune(self.clocks.known_to_all)
+        self.since[rank] = self.clocks.known(rank), call[1]
 
-    def seen(self, runs: Runs, *, writes: bool, line: str) -> None:
+    def _stored_in(self, rank: int, call: tuple[str, Line]) -> None:
+        """Record what a call itself has stored in exposed memory."""
+        for part in self.parts[rank]:
+            if runs := part.changes():
+                begin = self._begin(rank, *call)
+                self._check(Access(begin, runs, writes=True, end=begin.number), part)
+        for own in self.private[rank]:
+            own.changes()
+
+    def _begin(self, rank: int, call: str, line: Line) -> Begin:
+        """Begin an event of a rank."""
+        return Begin(rank, call, line, self.clocks.count(rank), self.clocks.known(rank))
+
+    def seen(self, rank: int, runs: Runs, *, writes: bool, line: Line) -> None:
         """Record a load or store that the program makes now."""
-        task = current_task()
-        if task is None or not runs:
+        access, seen = (runs, writes, line), self.seen_now[rank]
+        if access in seen:  # again, since its last call
             return
-        rank, access = task.rank, (runs, writes, line)
-        if access in self.seen_now[rank]:  # again, since its last call
-            return
-        self.seen_now[rank].add(access)
-        parts = touching(self.parts[rank], runs)
-        private = [each for each in self.private[rank] if overlap(((each.low, each.high),), runs)]
+        seen.add(access)
+        parts, private = touching(self.parts[rank], runs), touching(self.private[rank], runs)
         if not parts and not private:
             return
-        number = self.clocks.count(rank)
-        call = "a store" if writes else "a load"
-        use = Access(rank, call, line, number, self.clocks.stamp(rank), runs, writes=writes, end=number)
-        self._local(use, parts)
+        begin = self._begin(rank, "a store" if writes else "a load", line)
+        use = Access(begin, runs, writes, end=begin.number)
+        for part in parts:
+            self._check(use, part)
         for own in private:
-            self._local(use, [], own)
+            self._check_own(use, own)
 
     def exposes(self, rank: int) -> bool:
         """Whether a rank has memory in which races can be."""
@@ -198,21 +213,20 @@ class Races:
         for part in (*self.parts[rank], *self.private[rank]):
             part.accept(runs)
 
-    def _local(self, use: Access, parts: Sequence[Part], own: Private | None = None) -> None:
-        for part in parts:
-            self._check(use, part)
-        if own is not None and own.access.end is None and (own.access.writes or use.writes):
-            found = overlap(own.access.runs, use.runs)
-            if found is not None:
-                self._report(own.access, use, "the buffer of the call", shared=False)
+    def _check_own(self, use: Access, own: Private) -> None:
+        """Report an access to the buffer of a pending call, if they conflict."""
+        pending = own.access.end is None and (own.access.writes or use.writes)
+        if pending and overlap(own.access.runs, use.runs) is not None:
+            self._report(own.access, use, "the buffer of the call", shared=False)
 
     def _check(self, new: Access, part: Part) -> None:
-        new.lock = self.held.get((new.rank, part.target), new.lock)
+        if self.held:
+            new.lock = self.held.get((new.begin.rank, part.target), new.lock)
         for old, (low, high) in part.races(new):
             self._report(old, new, part.named(low, high), shared=part.shared)
 
     def _report(self, old: Access, new: Access, where: str, *, shared: bool) -> None:
-        key = old.call, old.line, new.call, new.line
+        key = old.begin.call, old.begin.line, new.begin.call, new.begin.line
         if key not in self.found:
             self.found[key] = old, new, where, shared
 
@@ -230,7 +244,8 @@ class Races:
                 self.targets[target] = [Part(target.memory, window._label, target.rank.id, target, shared)]
             if shared or place == window._place:
                 self.parts[rank].append(self.targets[target][0])
-        self.since[rank], self.since_line[rank] = self.clocks.stamp(rank), line_of_program()
+        self.since[rank] = self.clocks.known(rank), line_of_program()
+        self.exposed.clear()
 
     def attached(self, window: Any, memory: Any) -> None:
         """Watch memory that is attached to a dynamic window."""
@@ -238,6 +253,7 @@ class Races:
         part = Part(as_bytes(memory), window._label, rank, target)
         self.targets.setdefault(target, []).append(part)
         self.parts[rank].append(part)
+        self.exposed.clear()
 
     def closed(self, window: Any) -> None:
         """Stop watching the parts of a window that this rank has freed."""
@@ -245,91 +261,89 @@ class Races:
         rank = window._comm._rank.id
         self.parts[rank] = [part for part in self.parts[rank] if id(part) not in ours]
         self.pending.pop(window._epoch, None)
+        self.exposed.clear()
 
-    def begin(
-        self, window: Any, place: int, part: Buffer, *, atomic: tuple[str, str, int] | None, writes: bool,
-        reads: Sequence[Buffer], results: Sequence[Buffer],
-    ) -> Issued:  # fmt: skip
-        """Record a one-sided call that is about to be sent."""
-        rank, task, epoch = window._comm._rank.id, current_task(), window._epoch
-        assert task is not None
+    def begin(self, window: Any, place: int, call: str, use: Use) -> None:
+        """Record a one-sided call that is about to be sent; `call` is the access that is sent."""
+        rank, task, epoch = window._comm._rank.id, self.world.kernel.current, window._epoch
+        part, operation, reads, result = use
         self.seen_now[rank].clear()
-        number, line = self.clocks.count(rank), line_of_program()
-        stamp, call = (
-            self.clocks.stamp(rank),
-            self.calls.get(task, "Get_accumulate"),
-        )  # whose name alone is not watched
+        # Get_accumulate alone is not watched.
+        name, line = self.calls.get(task) or ("Get_accumulate", line_of_program())
+        begin = self._begin(rank, name, line)
         target = window._windows.targets[place]
         lock = self.held.get((rank, target), SHARED * epoch.locked_all)
-        kind = next(kind for kind, holds in (
-            ("lock", place in epoch.locked), ("lock_all", epoch.locked_all), ("Start", place in epoch.started),
-            ("fence", True),
-        ) if holds)  # fmt: skip
-        remote = Access(
-            rank, call, line, number, stamp, runs_of(part), writes=writes, atomic=atomic, lock=lock, epoch=kind,
-            remote=True,
+        kind = (
+            "lock" if place in epoch.locked else "lock_all" if epoch.locked_all
+            else "Start" if place in epoch.started else "fence"
         )  # fmt: skip
+        # Rput and Put are not atomic; Accumulate(op=REPLACE), which is sent as they are, is.
+        plain = call == "Get" or name in ("Put", "Rput")
+        writes = operation not in ("GET", NO_OP.name)
+        remote = Access(
+            begin, runs_of(part), writes, None, kind, atomic=None if plain else _atomic(operation, part), remote=True,
+            lock=lock,
+        )  # fmt: skip
+        runs = remote.runs
         if target.rank.id == rank:
-            self._look_at(rank, remote.runs)
-        issued = Issued(remote, place, [], not writes)
-        # Also the parts of other windows on the same memory.
-        exposed = dict.fromkeys([*self.targets.get(target, []), *self.parts[target.rank.id]])
-        issued.parts = touching([*exposed], remote.runs)
+            self._look_at(rank, runs)
+        exposed = self.exposed.get(target)
+        if exposed is None:  # also the parts of other windows on the same memory
+            parts = dict.fromkeys([*self.targets.get(target, ()), *self.parts[target.rank.id]])
+            exposed = self.exposed[target] = [*parts]
+        stamp = self.clocks.stamp(rank) if writes and not plain else None
+        issued = self.issuing = Issued(remote, place, [], stamp, touching(exposed, runs))
         for each in issued.parts:
             self._check(remote, each)
-        for buffer, stores in [*((each, False) for each in reads), *((each, True) for each in results)]:
-            runs = runs_of(buffer)
-            self._look_at(rank, runs)
-            own = Access(
-                rank, call, line, number, stamp, runs, writes=stores, epoch=kind, origin=True, lock=0
-            )
-            self._begin_own(own, buffer)
-            issued.own.append(own)
+        for buffer in reads:
+            self._begin_own(issued, buffer, stores=False)
+        if result is not None:
+            self._begin_own(issued, result, stores=True)
         self.pending.setdefault(epoch, []).append(issued)
-        self.issuing[task] = issued
-        return issued
 
-    def _begin_own(self, own: Access, buffer: Buffer) -> None:
-        """Record the access of a one-sided call to its own buffer, in exposed or in other memory."""
-        rank = own.rank
-        parts = touching(self.parts[rank], own.runs)
-        for part in parts:
-            self._check(own, part)
-        if parts or not own.runs:
+    def _begin_own(self, issued: Issued, buffer: Buffer, *, stores: bool) -> None:
+        """Record the access of a one-sided call to one of the buffers of its rank."""
+        own = Access(issued.remote.begin, runs_of(buffer), stores, None, issued.remote.epoch, origin=True)
+        issued.own.append(own)
+        self._use(own, buffer)
+
+    def _use(self, own: Access, buffer: Buffer) -> None:
+        """Record the access of a call to a buffer of its rank, in exposed or in other memory."""
+        rank, runs = own.begin.rank, own.runs
+        if parts := touching(self.parts[rank], runs):
+            self._look_at(rank, runs)
+            for part in parts:
+                self._check(own, part)
+        if parts or not runs:
             return
         for other in self.private[rank]:
             old = other.access
-            pending = old.end is None and old.number != own.number and (own.writes or old.writes)
-            if pending and overlap(old.runs, own.runs) is not None:
+            pending = old.end is None and old.begin is not own.begin and (own.writes or old.writes)
+            if pending and overlap(old.runs, runs) is not None:
                 self._report(old, own, "one buffer", shared=False)
         if buffer.datatype.layout.dense and buffer.array.flags.c_contiguous:
             self.private[rank].append(Private(as_bytes(buffer.array), own))
 
     def starts(self, rank: int, completion: Any, buffer: Buffer, *, call: str, writes: bool) -> None:
         """Record a send or receive that uses a buffer until its request is complete."""
-        number = self.clocks.count(rank)
-        runs = runs_of(buffer)
-        use = Access(
-            rank, call, line_of_program(), number, self.clocks.stamp(rank), runs, writes=writes, origin=True
-        )
-        self._look_at(rank, runs)
-        self._begin_own(use, buffer)
+        use = Access(self._begin(rank, call, line_of_program()), runs_of(buffer), writes, origin=True)
+        self._use(use, buffer)
         self.transfers.setdefault(completion, []).append(use)
 
     def ends(self, completion: Any) -> None:
         """End the use of the buffers of a request, or of several in one."""
         for part in (completion, *getattr(completion, "parts", ())):
             for use in self.transfers.pop(part, ()):
-                use.end = self.clocks.count(use.rank)
-                pending = self.private[use.rank]
-                self.private[use.rank] = [each for each in pending if each.access.end is None]
+                rank = use.begin.rank
+                use.end = self.clocks.count(rank)
+                self.private[rank] = [each for each in self.private[rank] if each.access.end is None]
 
     def complete_here(self, access: Any) -> None:
         """Complete a call at its origin: its buffers may be used again."""
         issued = self.sent.pop(access, None)
         if issued is None:
             return
-        rank = issued.remote.rank
+        rank = issued.remote.begin.rank
         if issued.acquired is not None:
             self.clocks.learn(rank, issued.acquired)
         number = self.clocks.count(rank)
@@ -337,7 +351,7 @@ class Races:
             own.end = number
             if own.writes:
                 self.accept(rank, own.runs)
-        if issued.fetches:
+        if not issued.remote.writes:  # it is complete at the target, too
             issued.remote.end = number
         self.private[rank] = [each for each in self.private[rank] if each.access.end is None]
 
@@ -346,14 +360,11 @@ class Races:
         waiting = self.pending.get(epoch)
         if not waiting:
             return
-        number = self.clocks.count(waiting[0].remote.rank)
-        left = []
+        number = self.clocks.count(waiting[0].remote.begin.rank)
         for issued in waiting:
             if place is None or issued.place == place:
                 issued.remote.end = issued.remote.end or number
-            else:
-                left.append(issued)
-        self.pending[epoch] = left
+        self.pending[epoch] = [] if place is None else [each for each in waiting if each.place != place]
 
     def served(self, access: Any, target: Any) -> None:
         """Apply a call that its target has served: it has changed the memory, and order by atomic calls."""
@@ -361,18 +372,17 @@ class Races:
         if issued is None:
             return
         remote = issued.remote
-        for part in issued.parts:
-            if remote.atomic is None or not remote.runs:
-                continue
+        for part in issued.parts if remote.atomic is not None else ():
             low = remote.runs[0][0]
             if access.nbytes[1]:
                 issued.acquired = joined((issued.acquired, part.released.get(low)))
-            if remote.writes:
-                part.released[low] = joined((part.released.get(low), remote.stamp))
+            if issued.stamp is not None:
+                part.released[low] = joined((part.released.get(low), issued.stamp))
         if remote.writes:
-            self.accept(target.rank.id, remote.runs)
             for part in issued.parts:
                 part.accept(remote.runs)
+            for own in self.private[target.rank.id]:
+                own.accept(remote.runs)
 
     # -- locks -------------------------------------------------------------------------------------------------
 
@@ -397,3 +407,14 @@ class Races:
             self.freed[target] = shared, joined((exclusive, stamp))
         else:
             self.freed[target] = joined((shared, stamp)), exclusive
+
+
+def _atomic(operation: str, buffer: Buffer) -> tuple[str, str, int]:
+    """Return what atomic calls must share to be atomic with each other: operation, type and its size."""
+    basic = buffer.datatype.basic
+    if basic is None or basic.dtype is None:
+        return operation, buffer.type_name, 1
+    return operation, _name(basic.dtype), int(basic.size)
+
+
+_name = cache(str)  # of a dtype: numpy takes 10 µs

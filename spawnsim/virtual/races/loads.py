@@ -1,7 +1,7 @@
-"""Loads and stores in a program's own file: its expressions report the arrays that they read and write.
+"""Loads and stores in a program's own file: its expressions report the arrays and tensors that they read and write.
 
 `a[i]`, `a[i] = x`, operands of arithmetic and comparisons, formatted values, arguments of print, of builtins such as
-sum, and of numpy's functions, and numpy's methods such as `a.sum()` report the bytes of their array. Views (`a[2:]`,
+sum, and of numpy's functions, and methods such as `a.sum()` report the bytes of their array or tensor. Views (`a[2:]`,
 `np.frombuffer`) report nothing by themselves, and neither do arguments of the program's own functions or MPI's.
 """
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from spawnsim.comm.memory import start_of
 from spawnsim.virtual.engine.kernel import current_task
-from spawnsim.virtual.races.memory import runs_of_array
+from spawnsim.virtual.races.accesses import Runs
+from spawnsim.virtual.races.memory import places_of, runs_of_array, runs_of_tensor
 
 AT, LOAD = "__spawnsim_at__", "__spawnsim_load__"
 BUILTINS = frozenset(
@@ -89,6 +92,8 @@ METHODS = frozenset(
         "cumsum",
         "round",
         "tofile",
+        "clone",
+        "norm",
     ]
 )
 
@@ -174,67 +179,78 @@ def reporting(source: bytes) -> ast.Module:
     return ast.fix_missing_locations(tree)  # type: ignore[no-any-return]
 
 
-def _races() -> Any:
-    """Return the detector, if the calling rank has memory in which races can be."""
+def _races() -> tuple[Any, int]:
+    """Return the detector, if the calling rank has memory in which races can be, and the rank."""
     task = current_task()
-    races = None if task is None else task.kernel.owner.races
-    return races if races is not None and task is not None and races.exposes(task.rank) else None
+    if task is None:
+        return None, -1
+    rank, races = task.rank, task.kernel.owner.races
+    return (races if races is not None and races.exposes(rank) else None), rank
 
 
 def load(value: Any) -> Any:
-    """Report that an expression reads a whole array; return the array, or whatever else it is."""
-    if isinstance(value, np.ndarray) and value.size and (races := _races()) is not None:
-        races.seen(runs_of_array(np.asarray(value)), writes=False, line=_line())
+    """Report that an expression reads a whole array or tensor; return it, or whatever else it is."""
+    if isinstance(value, np.ndarray):
+        bytes_of: Callable[[Any], Runs] = runs_of_array
+    elif isinstance(value, _tensors()) and value.layout == sys.modules["torch"].strided and value.is_cpu:
+        bytes_of = runs_of_tensor
+    else:
+        return value
+    races, rank = _races()
+    if races is not None and (runs := bytes_of(value)):
+        races.seen(rank, runs, writes=False, line=_line())
     return value
+
+
+def _tensors() -> Any:
+    """Return the class of tensors, or no class if the program has not loaded torch."""
+    return getattr(sys.modules.get("torch"), "Tensor", ())
 
 
 def at(value: Any) -> Any:
     """Return an object that reports its accesses in place of an array that is indexed; other values as they are."""
-    if not isinstance(value, (np.ndarray, memoryview)) or (races := _races()) is None:
+    if not isinstance(value, (np.ndarray, memoryview)):
         return value
-    return _Elements(value, races)
+    races, rank = _races()
+    return value if races is None else _Elements(value, races, rank)
 
 
-def _line() -> str:
+def _line() -> tuple[str, int]:
     frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 class _Elements:
     """An array, or a memoryview, that reports which of its elements are read and written."""
 
-    __slots__ = ("_array", "_races", "_value")
+    __slots__ = ("_races", "_rank", "_value")
 
-    def __init__(self, value: Any, races: Any) -> None:
-        self._value, self._races, self._array = value, races, np.asarray(value)
+    def __init__(self, value: Any, races: Any, rank: int) -> None:
+        self._value, self._races, self._rank = value, races, rank
 
     def __getitem__(self, key: Any) -> Any:
         found = self._value[key]
         if not isinstance(found, (np.ndarray, memoryview)):
-            self._races.seen(self._runs(key), writes=False, line=_line())
+            self._races.seen(self._rank, self._runs(key), writes=False, line=_line())
         return found
 
     def __setitem__(self, key: Any, new: Any) -> None:
         if isinstance(new, np.ndarray):
-            self._races.seen(runs_of_array(new), writes=False, line=_line())
+            self._races.seen(self._rank, runs_of_array(new), writes=False, line=_line())
         runs = self._runs(key)
-        self._races.look(current_task().rank)  # type: ignore[union-attr]
         self._value[key] = new
-        self._races.seen(runs, writes=True, line=_line())
-        self._races.accept(current_task().rank, runs)  # type: ignore[union-attr]
+        self._races.seen(self._rank, runs, writes=True, line=_line())
+        self._races.accept(self._rank, runs)
 
     def _runs(self, key: Any) -> Any:
         """Return the bytes of the elements that a key selects."""
+        array = np.asarray(self._value)
         keys = (*key, ...) if isinstance(key, tuple) else (key, ...)
         if Ellipsis in [each for each in keys[:-1] if not isinstance(each, np.ndarray)]:
             keys = keys[:-1]
-        view = self._array[keys]
+        view = array[keys]
         # A key of numbers or booleans selects a copy: then the elements' addresses are selected, too.
-        if not view.size or np.may_share_memory(view, self._array):
+        if not view.size or np.may_share_memory(view, array):
             return runs_of_array(view)
-        lowest, size = int(self._array.__array_interface__["data"][0]), self._array.itemsize
-        places = np.zeros((), np.int64)
-        for count, stride in zip(self._array.shape, self._array.strides, strict=True):
-            places = np.add.outer(places, np.arange(count) * stride)
-        lows = np.unique(places[keys]) + lowest
-        return tuple((int(low), int(low) + size) for low in lows)
+        lows = np.unique(places_of(array.shape, array.strides)[keys]) + start_of(array)
+        return tuple((low, low + array.itemsize) for low in lows.tolist())

@@ -123,6 +123,17 @@ def test_static_groups_wait_for_stragglers() -> None:
     assert [event["size"] for event in run.events if event["kind"] == "group"] == [3] * 6
 
 
+def test_events_name_ranks_of_the_world() -> None:
+    """As all other events do: ranks of a group mean nothing outside of it, and change with each recovery."""
+
+    def main(comm: Any) -> None:
+        rounds_of(1, matchmaking=Grid())(comm.Split(comm.rank % 2, -comm.rank))
+
+    run = spawnsim.run(main, ranks=18, platform="ethernet-10g")
+    groups = [event["members"] for event in run.events if event["kind"] == "group"]
+    assert sorted(rank for group in groups for rank in group) == [*range(18)]
+
+
 def test_alpha_goes_part_of_the_way() -> None:
     """Variance shrinks by (1 − α)², the mean stays."""
     returned = play(rounds_of(1, averaging_alpha=0.25), 8)

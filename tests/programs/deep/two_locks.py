@@ -1,4 +1,4 @@
-"""Two ranks lock two parts of a window in opposite orders: each may hold one and wait for the other."""
+"""Two ranks lock two parts of a window in opposite orders, 100 s apart; each may hold one and wait for the other."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ def main(comm, fixed=False):
     comm.Barrier()
     parts = (0, 1) if comm.rank == 1 or fixed else (1, 0)
     if comm.rank:
-        with comm.compute(50.0 * comm.rank):
+        with comm.compute(100.0 * (comm.rank - 1)):
             pass
         for part in parts:
             window.Lock(part)

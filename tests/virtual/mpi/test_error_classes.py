@@ -1,8 +1,6 @@
-"""Errors of MPI programs by class, each next to a correct twin: every error is named,
-    and no twin causes an alarm.
+"""Errors of MPI programs by class, each next to a correct twin: every error is named, and no twin causes an alarm.
 
-The classes are those of the MPI Bugs Initiative: invalid parameters, unmatched parameters, call ordering,
-    matching of
+The classes are those of the MPI Bugs Initiative: invalid parameters, unmatched parameters, call ordering, matching of
 messages, local concurrency (buffers in use), requests, resource leaks, epochs and global concurrency.
 """
 
@@ -42,39 +40,53 @@ def on(rank: int, text: str) -> str:
     return f"if rank == {rank}:\n" + "".join(f"    {line}\n" for line in text.splitlines())
 
 
-SENDS = {"Send": "comm.Send(a, {0}, {1})", "Ssend": "comm.Ssend(a, {0}, {1})",
+SENDS = {
+    "Send": "comm.Send(a, {0}, {1})",
+    "Ssend": "comm.Ssend(a, {0}, {1})",
     "Isend": "comm.Isend(a, {0}, {1}).Wait()",
-         "Issend": "comm.Issend(a, {0}, {1}).Wait()", "send": "comm.send(7, {0}, {1})"}  # fmt: skip
+    "Issend": "comm.Issend(a, {0}, {1}).Wait()",
+    "send": "comm.send(7, {0}, {1})",
+}
 RECEIVES = {
     "Recv": "comm.Recv(b, {0}, {1})",
     "Irecv": "comm.Irecv(b, {0}, {1}).Wait()",
     "recv": "comm.recv(None, {0}, {1})",
 }
-ROOTED = {"Bcast": "comm.Bcast(a, root={0})", "Gather": "comm.Gather(a, many, root={0})",
-          "Scatter": "comm.Scatter(many, b, root={0})", "Reduce": "comm.Reduce(a, b, root={0})",
-          "bcast": "comm.bcast(1, root={0})", "reduce": "comm.reduce(1, root={0})"}  # fmt: skip
-COLLECTIVES = {"Barrier": "comm.Barrier()", "Allreduce": "comm.Allreduce(a, b)",
+ROOTED = {
+    "Bcast": "comm.Bcast(a, root={0})",
+    "Gather": "comm.Gather(a, many, root={0})",
+    "Scatter": "comm.Scatter(many, b, root={0})",
+    "Reduce": "comm.Reduce(a, b, root={0})",
+    "bcast": "comm.bcast(1, root={0})",
+    "reduce": "comm.reduce(1, root={0})",
+}
+COLLECTIVES = {
+    "Barrier": "comm.Barrier()",
+    "Allreduce": "comm.Allreduce(a, b)",
     "Allgather": "comm.Allgather(a, many)",
-               "Alltoall": "comm.Alltoall(many, many.copy())", "Bcast": "comm.Bcast(a)",
-                   "Scan": "comm.Scan(a, b)",
-               "Reduce": "comm.Reduce(a, b)", "Gather": "comm.Gather(a, many)"}  # fmt: skip
-STARTED = {"Ibcast": ("comm.Ibcast(a)", "a"), "Ireduce": ("comm.Ireduce(a, b)", "a"),
+    "Alltoall": "comm.Alltoall(many, many.copy())",
+    "Bcast": "comm.Bcast(a)",
+    "Scan": "comm.Scan(a, b)",
+    "Reduce": "comm.Reduce(a, b)",
+    "Gather": "comm.Gather(a, many)",
+}
+STARTED = {
+    "Ibcast": ("comm.Ibcast(a)", "a"),
+    "Ireduce": ("comm.Ireduce(a, b)", "a"),
     "Igather": ("comm.Igather(a, many)", "a"),
-           "Iallreduce": ("comm.Iallreduce(a, b)", "a"), "Iallgather": ("comm.Iallgather(a, many)", "many"),
-           "Iscan": ("comm.Iscan(a, b)", "b"), "Ialltoall": ("comm.Ialltoall(many, many.copy())",
-               "many")}  # fmt: skip
+    "Iallreduce": ("comm.Iallreduce(a, b)", "a"),
+    "Iallgather": ("comm.Iallgather(a, many)", "many"),
+    "Iscan": ("comm.Iscan(a, b)", "b"),
+    "Ialltoall": ("comm.Ialltoall(many, many.copy())", "many"),
+}
 
 
 def invalid_parameters() -> dict[str, Pair]:
     """Ranks, tags, roots, counts, datatypes, operations and handles that do not exist."""
     found = {}
     for name, call in SENDS.items():
-        right = on(0, call.format(1, 5)) + on(
-            1,
-            ("comm.recv" if name == "send" else "comm.Recv") + "(source=0)"
-            if name == "send"
-            else "comm.Recv(b, 0)",
-        )
+        receive = "comm.recv(source=0)" if name == "send" else "comm.Recv(b, 0)"
+        right = on(0, call.format(1, 5)) + on(1, receive)
         found[f"{name} to a rank that is not there"] = Pair(on(0, call.format("size", 5)), right, "is not in")
         found[f"{name} with a negative tag"] = Pair(on(0, call.format(1, -5)), right, "tag -5 is outside")
     for name, call in RECEIVES.items():
@@ -113,7 +125,7 @@ def invalid_parameters() -> dict[str, Pair]:
         "w = window()\nw.Fence()\nw.Put(a, rank, 4)\nw.Fence()\nw.Free()",
         "span bytes",
     )
-    return found  # fmt: skip
+    return found
 
 
 def unmatched_parameters() -> dict[str, Pair]:
@@ -162,7 +174,7 @@ def unmatched_parameters() -> dict[str, Pair]:
     found["one buffer for both"] = Pair(
         "comm.Allreduce(a, a)", "comm.Allreduce(MPI.IN_PLACE, a)", "one buffer twice"
     )
-    return found  # fmt: skip
+    return found
 
 
 def ordering() -> dict[str, Pair]:
@@ -209,7 +221,7 @@ def ordering() -> dict[str, Pair]:
         + on(2, "comm.Barrier()"),
         "deadlock",
     )
-    return found  # fmt: skip
+    return found
 
 
 def matching() -> dict[str, Pair]:
@@ -230,7 +242,7 @@ def matching() -> dict[str, Pair]:
         "c = comm.Dup()\n" + on(0, "c.Send(a, 1)") + on(1, "c.Recv(b, 0)") + "c.Free()",
         "deadlock",
     )
-    return found  # fmt: skip
+    return found
 
 
 def local_concurrency() -> dict[str, Pair]:
@@ -260,60 +272,97 @@ def local_concurrency() -> dict[str, Pair]:
             on(0, f"{start}r.Wait(){free}\na[0] = 3") + on(1, "comm.Recv(b, 0)"),
             "the request's Wait before the second",
         )
-    return found  # fmt: skip
+    return found
 
 
 def requests_and_leaks() -> dict[str, Pair]:
     """Requests that are not completed, or used wrongly; resources that are not freed, or freed twice."""
     receive = on(1, "comm.Recv(b, 0)")
     found = {
-        "Isend without Wait": Pair(on(0, "r = comm.Isend(a, 1)") + receive, on(0,
-            "comm.Isend(a, 1).Wait()") + receive,
-                                   "never completed by Wait or Test"),
-        "Irecv without Wait": Pair(on(1, "comm.Send(a, 0)") + on(0, "r = comm.Irecv(b, 1)"),
-                                   on(1, "comm.Send(a, 0)") + on(0, "comm.Irecv(b, 1).Wait()"),
-                                   "never completed by Wait or Test"),
-        "Ibarrier without Wait": Pair("r = comm.Ibarrier()", "comm.Ibarrier().Wait()",
-            "never completed by Wait or Test"),
+        "Isend without Wait": Pair(
+            on(0, "r = comm.Isend(a, 1)") + receive,
+            on(0, "comm.Isend(a, 1).Wait()") + receive,
+            "never completed by Wait or Test",
+        ),
+        "Irecv without Wait": Pair(
+            on(1, "comm.Send(a, 0)") + on(0, "r = comm.Irecv(b, 1)"),
+            on(1, "comm.Send(a, 0)") + on(0, "comm.Irecv(b, 1).Wait()"),
+            "never completed by Wait or Test",
+        ),
+        "Ibarrier without Wait": Pair(
+            "r = comm.Ibarrier()", "comm.Ibarrier().Wait()", "never completed by Wait or Test"
+        ),
         "a persistent request started twice": Pair(
             on(0, "r = comm.Recv_init(b, 1)\nr.Start()\nr.Start()") + on(1, "comm.Send(a, 0)"),
             on(0, "r = comm.Recv_init(b, 1)\nr.Start()\nr.Wait()\nr.Free()") + on(1, "comm.Send(a, 0)"),
-                "still active"),
+            "still active",
+        ),
         "a persistent request used after Free": Pair(
-            on(0, "r = comm.Recv_init(b, 1)\nr.Free()\nr.Start()"), on(0,
-                "r = comm.Recv_init(b, 1)\nr.Free()"), "null"),
+            on(0, "r = comm.Recv_init(b, 1)\nr.Free()\nr.Start()"),
+            on(0, "r = comm.Recv_init(b, 1)\nr.Free()"),
+            "null",
+        ),
         "a request freed after its Wait": Pair(
-            on(0, "r = comm.Isend(a, 1)\nr.Wait()\nr.Free()") + receive, on(0,
-                "r = comm.Isend(a, 1)\nr.Wait()") + receive,
-            "already collected or freed"),
-        "a communicator freed twice": Pair("c = comm.Dup()\nc.Free()\nc.Free()",
-            "c = comm.Dup()\nc.Free()", "freed before"),
-        "a datatype freed twice": Pair("t = MPI.INT.Dup()\nt.Free()\nt.Free()",
-            "t = MPI.INT.Dup()\nt.Free()", "freed"),
-        "a window freed twice": Pair("w = window()\nw.Free()\nw.Free()", "w = window()\nw.Free()",
-            "freed before"),
-        "a communicator freed by some ranks": Pair("c = comm.Dup()\nif rank:\n    c.Free()",
-            "c = comm.Dup()\nc.Free()",
-                                                   "freed by only some"),
+            on(0, "r = comm.Isend(a, 1)\nr.Wait()\nr.Free()") + receive,
+            on(0, "r = comm.Isend(a, 1)\nr.Wait()") + receive,
+            "already collected or freed",
+        ),
+        "a communicator freed twice": Pair(
+            "c = comm.Dup()\nc.Free()\nc.Free()", "c = comm.Dup()\nc.Free()", "freed before"
+        ),
+        "a datatype freed twice": Pair(
+            "t = MPI.INT.Dup()\nt.Free()\nt.Free()", "t = MPI.INT.Dup()\nt.Free()", "freed"
+        ),
+        "a window freed twice": Pair(
+            "w = window()\nw.Free()\nw.Free()", "w = window()\nw.Free()", "freed before"
+        ),
+        "a communicator freed by some ranks": Pair(
+            "c = comm.Dup()\nif rank:\n    c.Free()", "c = comm.Dup()\nc.Free()", "freed by only some"
+        ),
         "a window not freed": Pair("w = window()", "w = window()\nw.Free()", "never freed"),
         "a file not closed": Pair(
             "f = MPI.File.Open(comm, f'{__file__}.data', MPI.MODE_CREATE | MPI.MODE_WRONLY)",
             "f = MPI.File.Open(comm, f'{__file__}.data', MPI.MODE_CREATE | MPI.MODE_WRONLY)\nf.Close()",
-                "never closed"),
-    }  # fmt: skip
+            "never closed",
+        ),
+    }
     for name, make in {
-        "Dup": "comm.Dup()", "Split": "comm.Split(rank % 2)", "Create": "comm.Create(g := comm.group)\ng.Free()",
-        "Create_cart": "comm.Create_cart([size])", "Split_type": "comm.Split_type(MPI.COMM_TYPE_SHARED)",
-    }.items():  # fmt: skip
+        "Dup": "comm.Dup()",
+        "Split": "comm.Split(rank % 2)",
+        "Create": "comm.Create(g := comm.group)\ng.Free()",
+        "Create_cart": "comm.Create_cart([size])",
+        "Split_type": "comm.Split_type(MPI.COMM_TYPE_SHARED)",
+    }.items():
         found[f"a communicator of {name} not freed"] = Pair(
             f"c = {make}", f"c = {make}\nc.Free()", "never freed"
         )
     for name, make in {
-        "datatype": "MPI.DOUBLE.Create_vector(2, 1, 2).Commit()", "datatype of Dup": "MPI.DOUBLE.Dup()",
-        "operation": "MPI.Op.Create(lambda one, other, kind: None)", "group": "comm.group",
+        "datatype": "MPI.DOUBLE.Create_vector(2, 1, 2).Commit()",
+        "datatype of Dup": "MPI.DOUBLE.Dup()",
+        "operation": "MPI.Op.Create(lambda one, other, kind: None)",
+        "group": "comm.group",
         "persistent request": "comm.Bcast_init(a)",
-    }.items():  # fmt: skip
+        "info object": "MPI.Info.Create({'a': 'b'})",
+        "info object of Dup": "(first := MPI.Info.Create()).Dup()\nfirst.Free()",
+        "info object of a communicator": "comm.Get_info()",
+        "error handler": "comm.Get_errhandler()",
+    }.items():
         found[f"a {name} not freed"] = Pair(f"x = {make}", f"x = {make}\nx.Free()", "never freed")
+    for name in ("Comm", "Win"):
+        make = f"key = MPI.{name}.Create_keyval()"
+        found[f"a keyval of {name} not freed"] = Pair(
+            make, f"{make}\nMPI.{name}.Free_keyval(key)", "keyvals were never freed"
+        )
+    found["a thousand datatypes not freed"] = Pair(
+        "for _ in range(1000):\n    x = MPI.INT.Dup()",
+        "for _ in range(1000):\n    x = MPI.INT.Dup()\n    MPI.Datatype(x).Free()",
+        "3,000 datatypes were never freed: created at 3,000 × program.py:12",
+    )
+    found["hints of a window not freed"] = Pair(
+        "i = MPI.Info.Create()\nMPI.Win.Allocate(8, 1, i, comm).Free()",
+        "MPI.Win.Allocate(8, 1, MPI.INFO_NULL, comm).Free()\nMPI.COMM_SELF.Set_errhandler(MPI.ERRORS_RETURN)",
+        "info objects were never freed",
+    )
     return found
 
 
@@ -328,12 +377,21 @@ def epochs() -> dict[str, Pair]:
         "Put outside an epoch": (on(0, put), lock + unlock, "outside an epoch"),
         "Get outside an epoch": (on(0, "w.Get(b[:1], 1)"), lock + unlock, "outside an epoch"),
         "Accumulate outside an epoch": (on(0, "w.Accumulate(a[:1], 1)"), lock + unlock, "outside an epoch"),
-        "Flush outside an epoch": (on(0, "w.Flush(1)"), on(0, "w.Lock(1)\nw.Flush(1)\nw.Unlock(1)"),
-            "outside an epoch"),
-        "Flush_all outside an epoch": ("w.Flush_all()\n", "w.Lock_all()\nw.Flush_all()\nw.Unlock_all()\n",
-            "outside an epoch"),
-        "Put to a rank that is not locked": (on(0, "w.Lock(2)\n" + put + "w.Unlock(2)"), lock + unlock,
-            "outside an epoch"),
+        "Flush outside an epoch": (
+            on(0, "w.Flush(1)"),
+            on(0, "w.Lock(1)\nw.Flush(1)\nw.Unlock(1)"),
+            "outside an epoch",
+        ),
+        "Flush_all outside an epoch": (
+            "w.Flush_all()\n",
+            "w.Lock_all()\nw.Flush_all()\nw.Unlock_all()\n",
+            "outside an epoch",
+        ),
+        "Put to a rank that is not locked": (
+            on(0, "w.Lock(2)\n" + put + "w.Unlock(2)"),
+            lock + unlock,
+            "outside an epoch",
+        ),
         "Unlock without Lock": (unlock, lock + unlock, "holds no lock"),
         "Unlock_all without Lock_all": ("w.Unlock_all()\n", both, "is not locked"),
         "Lock twice": (on(0, "w.Lock(1)\nw.Lock(1)"), lock + unlock, "already"),
@@ -342,23 +400,34 @@ def epochs() -> dict[str, Pair]:
         "Lock_all without Unlock_all": ("w.Lock_all()\n", both, "before Unlock_all"),
         "Complete without Start": ("w.Complete()\n", groups + access + expose, "without Start"),
         "Wait without Post": ("w.Wait()\n", groups + access + expose, "without Post"),
-        "Post without Wait": (groups + access + on(1, "w.Post(zero)"), groups + access + expose,
-            "before Wait"),
+        "Post without Wait": (
+            groups + access + on(1, "w.Post(zero)"),
+            groups + access + expose,
+            "before Wait",
+        ),
         "Start without Complete": (
             groups + on(0, "w.Start(one)") + on(1, "w.Post(zero)"),
-                groups + access + expose, "before "),
+            groups + access + expose,
+            "before ",
+        ),
         "Start without Post": (groups + access, groups + access + expose, "deadlock"),
-        "Fence at the begin alone": ("w.Fence()\n" + on(0, put),
-            "w.Fence()\n" + on(0, put) + "w.Fence()\n", "no Fence"),
+        "Fence at the begin alone": (
+            "w.Fence()\n" + on(0, put),
+            "w.Fence()\n" + on(0, put) + "w.Fence()\n",
+            "no Fence",
+        ),
         "Fence that one rank omits": ("if rank:\n    w.Fence()\n", "w.Fence()\n", "deadlock"),
         "two Puts to one element": (
             "w.Fence()\nif rank != 1:\n    w.Put(a[:1], 1)\nw.Fence()\n",
-            "w.Fence()\nif rank != 1:\n    w.Put(a[:1], 1, rank)\nw.Fence()\n", "data race"),
+            "w.Fence()\nif rank != 1:\n    w.Put(a[:1], 1, rank)\nw.Fence()\n",
+            "data race",
+        ),
         "a load before the fence": (
             "w.Fence()\n" + on(0, put) + on(1, "print(np.frombuffer(w, float)[0])") + "w.Fence()\n",
             "w.Fence()\n" + on(0, put) + "w.Fence()\n" + on(1, "print(np.frombuffer(w, float)[0])"),
-                "data race"),
-    }  # fmt: skip
+            "data race",
+        ),
+    }
     return {
         name: Pair(begin + bad + end, begin + good + end, said) for name, (bad, good, said) in wrong.items()
     }
@@ -367,10 +436,15 @@ def epochs() -> dict[str, Pair]:
 CLASSES = {
     make.__name__: make()
     for make in (
-        invalid_parameters, unmatched_parameters, ordering, matching, local_concurrency,
-            requests_and_leaks, epochs,
+        invalid_parameters,
+        unmatched_parameters,
+        ordering,
+        matching,
+        local_concurrency,
+        requests_and_leaks,
+        epochs,
     )
-}  # fmt: skip
+}
 
 
 def said_of(text: str, folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,8 +133,8 @@ BUGS = {
 
 @pytest.mark.parametrize("name", BUGS)
 def test_it_is_found_and_named(name: str, tmp_path: Path) -> None:
-    """With rank, call and line, in less than a minute of the processor."""
-    bug, file, began_s = BUGS[name], tmp_path / "program.py", time.process_time()
+    """With rank, call and line."""
+    bug, file = BUGS[name], tmp_path / "program.py"
     file.write_text(HEAD + bug.text + "\n")
     if bug.error is None:
         run: Any = spawnsim.run(file, ranks=12)
@@ -148,7 +147,6 @@ def test_it_is_found_and_named(name: str, tmp_path: Path) -> None:
     for word in bug.words:
         place = said.find(word, place)
         assert place >= 0, f"{word!r} is not in the message, or not in this order:\n{said}"
-    assert time.process_time() - began_s < 60
 
 
 def test_what_is_right_is_not_warned_of(tmp_path: Path) -> None:

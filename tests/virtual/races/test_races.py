@@ -12,7 +12,7 @@ import pytest
 
 import spawnsim
 from spawnsim import cli
-from spawnsim.errors import DataRace
+from spawnsim.errors import DataRace, UnsupportedError
 from spawnsim.virtual.races.accesses import merged, overlap
 from spawnsim.virtual.races.loads import reporting
 from spawnsim.virtual.races.memory import Watched, runs_of_array
@@ -77,6 +77,30 @@ def test_the_report_names_both_accesses_the_bytes_and_the_missing_call(tmp_path:
     assert own.endswith("missing: Flush or Unlock_all before the second")
 
 
+def test_a_rank_does_not_race_with_its_own_stores(tmp_path: Path) -> None:
+    """`mem[2:4] += 1` loads and stores; only another rank, or a pending call, can be in conflict with both."""
+    path = tmp_path / "program.py"
+    sums = "for step in range(3):\n    mem[2:4] += 1\n    win.Fence()\n    mem[0:2] += mem[2:4]\n    win.Fence()\n"
+    path.write_text(HEAD + sums + TAIL)
+    spawnsim.run(path, ranks=12, races=True)
+    path.write_text(HEAD + f"win.Fence()\nif rank == 11:\n    win.Put(value, 3, [2, 1])\n{sums}" + TAIL)
+    with pytest.raises(DataRace) as caught:
+        spawnsim.run(path, ranks=12, races=True)
+    found = caught.value.races
+    assert len(found) == 2
+    assert all("Put of rank 11" in each and "of rank 3 (program.py:" in each for each in found)
+
+
+def test_a_store_before_a_call_to_the_same_rank_is_no_race(tmp_path: Path) -> None:
+    """It is noticed in the call, and lies before it; a Get of another rank is in conflict with it."""
+    store = "win.Fence()\nmem[2:4].fill(17.25)\nwin.Accumulate(value, rank, [2, 1], op=MPI.REPLACE)\n"
+    path = tmp_path / "program.py"
+    path.write_text(HEAD + store + "win.Fence()\n" + TAIL)
+    spawnsim.run(path, ranks=12, races=True)
+    text = report(tmp_path, f"{store}if rank == 1:\n    win.Get(result, 0, [3, 1])\nwin.Fence()\n", ranks=12)
+    assert "a store after program.py:12 of rank 0 and Get of rank 1" in text
+
+
 def test_a_store_in_a_function_that_is_not_instrumented_lies_between_two_calls(tmp_path: Path) -> None:
     """Numpy stores by itself: the bytes have changed."""
     text = report(
@@ -86,6 +110,66 @@ def test_a_store_in_a_function_that_is_not_instrumented_lies_between_two_calls(t
     assert (
         "Get of rank 0 (program.py:14) and a store after program.py:12 of rank 1 access bytes 7 to 7" in text
     )
+
+
+SHARED = """
+import time
+import numpy as np
+from mpi4py import MPI
+
+def store(at, value):
+    np.copyto(whole[at : at + 1], value)  # not seen when it happens
+
+comm = MPI.COMM_WORLD
+win = MPI.Win.Allocate_shared(64, 8, comm=comm)
+whole = np.frombuffer(win.Shared_query(0)[0], "d")
+other = MPI.Win.Allocate(64, 8, comm=comm)
+win.Fence()
+other.Lock_all()
+"""
+
+
+@pytest.mark.parametrize("compute", [None, "5us"])
+@pytest.mark.parametrize(
+    "between", ["comm.Iprobe()", "time.sleep(1e-5)", "other.Put(one, comm.rank, [number, 1])"]
+)
+def test_a_store_in_shared_memory_is_that_of_its_rank(
+    between: str, compute: str | None, tmp_path: Path
+) -> None:
+    """Whatever lets another rank run before the next call of its own: each rank stores in bytes of its own."""
+    path = tmp_path / "program.py"
+    own = f"one = np.ones(1)\nfor number in range(4):\n    store(comm.rank, 1.0 + number)\n    {between}\n"
+    path.write_text(f"{SHARED}{own}other.Unlock_all()\nwin.Fence()\nother.Free()\nwin.Free()\n")
+    spawnsim.run(path, ranks=3, races=True, compute=compute)
+
+
+def test_a_store_that_is_overwritten_before_the_next_call_is_seen(tmp_path: Path) -> None:
+    """The Put arrives while the rank sleeps."""
+    body = (
+        "import time\nwin.Lock_all()\nif rank == 1:\n    mem.fill(2)\n    time.sleep(1e-3)\n"
+        "if rank == 0:\n    time.sleep(1e-4)\n    win.Put(value, 1)\nwin.Unlock_all()\n"
+    )
+    assert "a store after program.py:13 of rank 1 and Put of rank 0" in report(tmp_path, body, ranks=12)
+
+
+def test_the_last_stores_of_a_program_are_seen(tmp_path: Path) -> None:
+    """No call follows them."""
+    path = tmp_path / "program.py"
+    path.write_text(SHARED + "if comm.rank > 9:\n    store(3, comm.rank)\n")
+    with pytest.raises(
+        DataRace, match=r"of rank 10 and a store .* of rank 11 access bytes 30 to 30 of shared"
+    ):
+        spawnsim.run(path, ranks=12, races=True)
+
+
+def test_spawned_ranks_are_refused(tmp_path: Path) -> None:
+    """The vector clocks have the size of the world at its start: an IndexError named a line of the engine."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import sys\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Spawn(sys.executable, [__file__], 2)\n"
+    )
+    with pytest.raises(UnsupportedError, match=r"Spawn: not with .*\(--races\)"):
+        spawnsim.run(path, ranks=2, races=True)
 
 
 def test_the_search_changes_no_result(tmp_path: Path) -> None:
@@ -129,6 +213,33 @@ def test_an_instrumented_program_does_what_it_did(tmp_path: Path) -> None:
     shown: dict[str, Any] = {}
     exec(compile(reporting(path.read_bytes()), "p", "exec"), shown)
     assert shown["out"] == plain["out"]
+
+
+@pytest.mark.parametrize("load", ["tensor.sum()", "tensor[::2] + 1", "tensor.T.clone()", "f'{tensor}'"])
+def test_loads_of_tensors_are_seen(load: str, tmp_path: Path) -> None:
+    """A tensor shares its memory with a window, or is a view of it."""
+    body = (
+        "import torch\ntensor = torch.from_numpy(mem).view(4, 2)\nwin.Fence()\nif rank == 0:\n    win.Put(value, 1)\n"
+        f"if rank == 1:\n    {load}\nwin.Fence()\ntensor.sum(), torch.zeros(0).sum(), tensor.to_sparse().sum()\n"
+    )
+    text = report(tmp_path, body, ranks=12)
+    assert "Put of rank 0 (program.py:16) and a load of rank 1 (program.py:18) access bytes 0 to 7" in text
+
+
+def test_tensors_without_memory_are_let_pass(tmp_path: Path) -> None:
+    """The arguments of functions that torch transforms, nested tensors, and tensors on no device."""
+    path = tmp_path / "program.py"
+    body = (
+        "import warnings\nimport torch\n\ndef square(x):\n    return (x * x).sum()\n\n"
+        "x = torch.arange(6.0).view(2, 3)\n"
+        "assert torch.func.vmap(square)(x).tolist() == [5, 50]\n"
+        "assert torch.func.grad(square)(x[0]).tolist() == [0, 2, 4]\n"
+        "with warnings.catch_warnings(action='ignore'):  # nested tensors are a prototype\n"
+        "    torch.nested.nested_tensor([x[0], x[1, :2]]) * 2\n"
+        "torch.empty(3, device='meta') + 1\n"
+    )
+    path.write_text(HEAD + body + TAIL)
+    spawnsim.run(path, ranks=12, races=True)
 
 
 def test_bytes_of_arrays() -> None:
