@@ -37,6 +37,7 @@ from spawnsim.policies.state.arithmetic import (
     as_one_view,
     as_tensor,
     blend,
+    is_whole,
     sum_dtype,
     surely_finite,
     with_delta,
@@ -148,7 +149,7 @@ def normalized(contributions: Sequence[Contribution]) -> list[Contribution]:
     """Return the arrived contributions with weights that sum to 1."""
     # If donors died or timed out, the sum is less than 1, which would shrink the model.
     total = sum(each.weight for each in contributions)
-    if total == 1 or not total > 0:
+    if is_whole(total) or not total > 0:
         return list(contributions)
     return [replace(each, weight=each.weight / total) for each in contributions]
 
@@ -451,13 +452,8 @@ class ReplacementRecord:
 
 
 def usable(
-    comm: Comm,
-    contributions: Sequence[Contribution],
-    own: ModelAndOptimizer,
-    travels: StateScope,
-    *,
-    guard: bool,
-) -> list[Contribution]:
+    comm: Comm, contributions: Sequence[Contribution], own: ModelAndOptimizer, travels: StateScope, *, guard: bool
+) -> list[Contribution]:  # fmt: skip
     """Return the contributions to mix, with weights that sum to 1.
 
     With `guard`, donors whose state holds a NaN, or an infinity that this rank's model lacks there, are excluded, with
@@ -493,7 +489,7 @@ class _RunningMean:
     def finish(self) -> Contribution:
         """Return the mean as one contribution with the total weight; no state can be added afterwards."""
         first, total = self._first, self._total
-        if total > 0 and not math.isclose(total, 1, rel_tol=1e-12):
+        if total > 0 and not is_whole(total):
             for drift in self._drifts:
                 drift.div_(total)
         mixed = [add(base, drift) for base, drift in zip(_pieces(first), self._drifts, strict=True)]

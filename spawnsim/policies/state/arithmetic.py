@@ -114,6 +114,14 @@ def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     return difference
 
 
+def is_whole(total: float) -> bool:
+    """Return whether weights of this sum are all there: no division by their rounding error, which has its own.
+
+    So weights that were divided once and recorded stay as they are, and reproduce the same bits.
+    """
+    return math.isclose(total, 1, rel_tol=1e-12)
+
+
 def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return the weighted mean of equally shaped tensors in the dtype of the first; integers are rounded.
 
@@ -122,8 +130,8 @@ def blend(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Ten
     anchor, total = values[0], float(sum(weights))
     if len(values) == 1 or not total > 0:
         return anchor.clone()
-    if math.isclose(total, 1, rel_tol=1e-12):
-        total = 1.0  # recorded weights reproduce the same bits
+    if is_whole(total):
+        total = 1.0
     return _piecewise(lambda *pieces: _blended(pieces, [weight / total for weight in weights]), *values)
 
 

@@ -42,6 +42,15 @@ def gathered(given: dict[int, Tensors], weights: dict[int, float], **how: Any) -
     return found[0], found[1]
 
 
+def test_recorded_weights_stay_what_they_are() -> None:
+    """A real run's weights, divided once: they sum to 1 but for their rounding errors, and a replay divided again."""
+    weights = {0: 0.7996156071219319, 1: 0.08124431273938856, 2: 0.11914008013867937}
+    assert sum(weights.values()) != 1
+    kept, recorded = gathered({donor: state(donor, torch.float32) for donor in weights}, weights)
+    assert {each.donor: each.weight for each in recorded} == weights
+    assert kept == recorded
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_running_mean_has_the_bits_of_a_mean_of_all(dtype: torch.dtype) -> None:
     """In the order in which the states came, which the record keeps; with the donors' iterations and weights."""
