@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,11 @@ import pytest
 from hypothesis import settings
 
 from spawnsim.real.launch.supervisor import shared_memory_removed
+
+# Signals do what they do on a terminal, here and in the processes that tests start: the background of a shell ignores
+# Ctrl-C, and nohup SIGHUP.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # An example that took long on a busy machine is no defect.
 settings.register_profile("patient", deadline=None)

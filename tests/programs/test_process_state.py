@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,9 +278,16 @@ def test_a_program_that_changes_nothing_is_not_asked(lines: Any) -> None:
         """, ranks=1) == ["0] 1"]  # fmt: skip
 
 
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN], ids=["heard", "ignored"])
 @pytest.mark.parametrize("call", ["comm.recv(source=MPI.ANY_SOURCE)", "own.send(1, 0)", "MPI.Wtime()"])
-def test_a_thread_of_a_greenlet_that_calls_mpi_ends_the_run(lines: Any, call: str) -> None:
-    """Also while its rank waits for it in real time; the error names the carrier under which it may call."""
+def test_a_thread_of_a_greenlet_that_calls_mpi_ends_the_run(
+    lines: Any, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], call: str, ctrl_c: Any
+) -> None:
+    """Also while its rank waits for it in real time; the error names the carrier under which it may call.
+
+    Also where Ctrl-C is ignored, as in the background of a shell and in the workers of a search.
+    """
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, ctrl_c)))
     with pytest.raises(
         UsageError, match=r"a thread of rank \d called MPI \(program.py:\d+\).*--carrier threads"
     ):
@@ -289,8 +298,12 @@ def test_a_thread_of_a_greenlet_that_calls_mpi_ends_the_run(lines: Any, call: st
                 with contextlib.suppress(SystemExit):  # which ends the thread: pytest would report it
                     results.put({call})
             threading.Thread(target=serve).start()
-            results.get()
+            try:
+                results.get(timeout=60)
+            except queue.Empty:
+                print("in vain")
             """)
+    assert capsys.readouterr().out == ""
 
 
 def test_threads_of_a_greenlet_that_compute_are_left_alone(lines: Any) -> None:

@@ -75,11 +75,9 @@ def main(comm, status: int = 0, methods: str = "fork,spawn"):
     if comm.rank == 1 and status:
         sys.exit(status)
 """
-# SIGINT as on a terminal: a shell lets commands in the background ignore it.
 IGNORING = """
 import os, signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 

@@ -48,14 +48,7 @@ def train(tmp_path: Path) -> Path:
 
 def _started(*arguments: object, **how: object) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "spawnsim", *map(str, arguments)]
-    how = {"preexec_fn": _hears_of_signals} | how
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
-
-
-def _hears_of_signals() -> None:
-    """Let signals mean what they mean on a terminal: the background of a shell ignores Ctrl-C, and nohup SIGHUP."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _run(train: Path, place: Path, *more: object) -> subprocess.Popen[str]:

@@ -21,6 +21,9 @@ from spawnsim.virtual.engine.kernel import STRAY, Kernel, Task, current_task, re
 from spawnsim.virtual.interpreter import Patches, Put
 
 GRACE_S, POLL_S = 0.5, 0.02  # how long a rank has to reach the error in its own call; polling interval
+# Not SIGINT, which a worker of a pool and the background of a shell ignore: it would interrupt no wait there. Nothing
+# sends this one but the kernel, for urgent data of a socket that asks for it.
+WAKING = signal.SIGURG
 
 
 def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,6 +35,9 @@ def _marking(original: Callable[..., Any]) -> Callable[..., Any]:
         if task is not None and not loading():  # otherwise it belongs to a library, for all ranks
             vars(thread)[STRAY] = partial(_refuse, task)
             task.kernel.__class__ = GuardedKernel
+            on_main = task.kernel.thread == threading.main_thread().ident
+            if on_main and signal.getsignal(WAKING) == signal.SIG_DFL:
+                signal.signal(WAKING, signal.default_int_handler)
         original(thread)
 
     return start
@@ -74,8 +80,8 @@ def _wake(kernel: Kernel) -> NoReturn:
         if kernel.closed:
             break
         time.sleep(POLL_S)
-    if not kernel.closed and kernel.thread == main and callable(signal.getsignal(signal.SIGINT)):
-        signal.pthread_kill(main, signal.SIGINT)
+    if not kernel.closed and kernel.thread == main and callable(signal.getsignal(WAKING)):
+        signal.pthread_kill(main, WAKING)
     raise SystemExit  # no traceback: the run's report has the error
 
 
