@@ -123,6 +123,8 @@ class Fuzz(Command):
         if self.pct is not None and (self.pct < 1 or self.exhaustive):
             raise ParameterError("--pct must be at least 1, and draws cases: without --exhaustive")
         if self.exhaustive:
+            if self.choices is not None:
+                raise ParameterError("--choices gives one schedule: without --exhaustive, which tries all")
             return self._explore(space)
         if self.deviations is not None:
             raise ParameterError("--deviations bounds an exploration: give --exhaustive, too")
@@ -141,6 +143,11 @@ class Fuzz(Command):
                 shrink=self.runs > 1, progress=progress,
                 seconds=math.inf if self.limit is None else seconds(self.limit), found=found,
             )  # fmt: skip
+            if found.runs == found.infeasible:
+                raise ParameterError(
+                    f"--choices {self.choices}: no run of {self.file} can follow it. It is the record of another "
+                    "program, perhaps before a change, or of other parameters"
+                )
         return 1 if found.failures else 0
 
     def _explore(self, space: Space) -> int:
@@ -241,6 +248,8 @@ def report(found: Found, file: str, depth: int = 0) -> str:
         parts.append(_chances(found, depth))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
     ended = f"; {found.ended:,} were ended by their faults, as MPI permits" if found.ended else ""
+    if found.infeasible:
+        ended += f"; {found.infeasible:,} cannot follow the record of choices, and prove nothing"
     broken = sum(found.counts.values())
     verdict = f"{broken:,} failed, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
     parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {verdict}{ended}")
@@ -328,7 +337,8 @@ def document(found: Found, file: str) -> dict[str, Any]:
         }
 
     return {
-        "runs": found.runs, "seconds": found.seconds, "ended": found.ended, **found.document(),
+        "runs": found.runs, "seconds": found.seconds, "ended": found.ended, "infeasible": found.infeasible,
+        **found.document(),
         "failures": [
             summary(failure) | {"count": found.counts[key], "small": summary(found.small.get(key, failure))}
             for key, failure in sorted(found.failures.items())

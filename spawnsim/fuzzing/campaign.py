@@ -58,6 +58,9 @@ class Overdue(BaseException):
     """A case takes too long."""
 
 
+ENDLESS = {each.__name__ for each in (Deadlock, Livelock, Timeout, Overdue)}
+
+
 @dataclass(frozen=True)
 class Failure:
     """A failure and its case.
@@ -145,10 +148,12 @@ class Found(Reached):
         small: the same failures in their smallest case.
         seconds: wall time.
         steps: with randomized priorities, the calls of a run, by number of ranks.
+        infeasible: number of cases whose record of choices no run can follow; they prove nothing.
     """
 
     runs: int = 0
     ended: int = 0
+    infeasible: int = 0
     failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     small: dict[tuple[str, str], Failure] = field(default_factory=dict)
@@ -158,6 +163,7 @@ class Found(Reached):
     def add(self, other: Found) -> None:
         self.steps |= other.steps
         self.runs, self.ended = self.runs + other.runs, self.ended + other.ended
+        self.infeasible += other.infeasible
         self.counts += other.counts
         self.gather(other)
         for key, failure in other.failures.items():
@@ -170,7 +176,17 @@ class Found(Reached):
 
 
 def attempt(target: Target, case: Case, *, census: bool = False) -> tuple[Failure | None, Watch, bool]:
-    """Run one case; return the failure, the watch, and whether faults have ended the run. `census`: see `Watch`."""
+    """Run one case; return the failure, the watch, and whether faults have ended the run. `census`: see `Watch`.
+
+    A run that cannot follow its record of choices has no failure: `watch.infeasible`.
+    """
+    failure, watch, ended = _attempt(target, case, census=census)
+    if watch.choices is not None:
+        watch.infeasible = watch.choices.refused(waits=failure is None or failure.what in ENDLESS)
+    return (None, watch, False) if watch.infeasible else (failure, watch, ended)
+
+
+def _attempt(target: Target, case: Case, *, census: bool) -> tuple[Failure | None, Watch, bool]:
     watch, error = Watch(case, census=census), None
     try:
         task, check = target.load(case.parameters)
@@ -301,6 +317,7 @@ def portion(target: Target, space: Space, seeds: Sequence[int]) -> Found:
             case = space.case(seed, calm)
             failure, watch, ended = attempt(target, case)
             found.runs, found.ended = found.runs + 1, found.ended + ended
+            found.infeasible += watch.infeasible
             if space.depth:
                 found.steps[case.ranks] = known[case.ranks].steps
             found.gather(watch.reached())

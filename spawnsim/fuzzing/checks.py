@@ -119,6 +119,7 @@ class Watch(Recorder):
         self.plan = WatchedPlan(case.plan.faults, case.seed)
         self.world: World | None = None
         self.choices: Choices | None = None
+        self.infeasible = False  # whether no run can follow the record of choices
         self.progress_s: defaultdict[int, list[float]] = defaultdict(list)  # by rank: times of progress
         self.struck: Counter[tuple[str, str]] = Counter()  # crashes, restarts, skewed clocks, with calls
         self.lost = False  # whether a message was lost permanently

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from spawnsim.errors import Deadlock, Livelock, Timeout
-from spawnsim.fuzzing.campaign import Failure, Overdue, Target, _Here, _silent, attempt
+from spawnsim.fuzzing.campaign import Failure, Target, _Here, _silent, attempt
 from spawnsim.fuzzing.cases import Case
 from spawnsim.fuzzing.coverage import Reached
 from spawnsim.run.process_setup import one_thread
@@ -29,7 +28,6 @@ from spawnsim.virtual.choices import Key, Outcome, parsed, written
 from spawnsim.virtual.choosing import chosen
 
 PORTION = 8  # records that a process receives at once
-ENDLESS = {each.__name__ for each in (Deadlock, Livelock, Timeout, Overdue)}
 
 
 class Explored(NamedTuple):
@@ -63,9 +61,7 @@ def _explore(target: Target, case: Case, expand: bool) -> Explored:
     choices, reached = watch.choices, watch.reached()
     if choices is None:  # it failed before it began
         return Explored({}, [], failure, ended, reached)
-    choices.settle()
-    waits = failure is None or failure.what in ENDLESS
-    if choices.impossible or (choices.infeasible() and (waits or not choices.open())):
+    if watch.infeasible:
         return Explored(None, [], None, False, reached)
     branches = list(choices.branches()) if expand else []
     return Explored(choices.leaf(), branches, failure, ended, reached, frozenset(choices.untried))

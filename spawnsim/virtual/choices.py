@@ -235,9 +235,17 @@ class Choices:
         """Note that a wait of a rank has reached its deadline: unforced, the call could have ended."""
         self._expired += [each for each in self.open() if each.key[1] == rank]
 
-    def infeasible(self) -> bool:
-        """Whether the record forces outcomes that no real run can have together."""
-        return bool(self.open()) or any(self._held.values()) or any(map(self._overtaken, self.boxes.values()))
+    def refused(self, *, waits: bool) -> bool:
+        """Whether no real run can have the outcomes that the record forces, at the end of the run.
+
+        Args:
+            waits: whether the run has succeeded, or ended in a wait. What else fails, such as an assertion, has not
+                failed for a forced outcome that did not come yet.
+        """
+        self._settle()
+        left = bool(self.open())
+        wrong = left or any(self._held.values()) or any(map(self._overtaken, self.boxes.values()))
+        return self.impossible or (wrong and (waits or not left))
 
     def _overtaken(self, box: Box) -> bool:
         """Whether a later receive of a mailbox took a message that MPI gives to an earlier, forced wildcard.
@@ -257,7 +265,7 @@ class Choices:
                     return True
         return False
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Conclude the receives that the program has not collected, at the end of the run."""
         for box in self.boxes.values():
             for posting in box.postings:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spawnsim.cli import serve
+from spawnsim.cli import main, serve
 from spawnsim.comm import ANY_SOURCE, LOCK_EXCLUSIVE, LOCK_SHARED, SUM, Status
 from spawnsim.errors import ParameterError, Timeout
 from spawnsim.fuzzing.campaign import Target, attempt, campaign
@@ -395,6 +395,36 @@ def test_a_wrong_record_is_refused():
         parsed("recv:0.0")
     with pytest.raises(ParameterError, match="kinds of choices"):
         parsed("lock:0.0=1")
+
+
+CHANGED = """
+def main(comm):
+    if comm.rank:
+        comm.send(None, 0)
+        return
+    if comm.size == 2:
+        assert comm.recv() is not None
+        return
+    requests = [comm.irecv(source=rank) for rank in (1, 2)]
+    type(requests[0]).waitany(requests)
+    type(requests[0]).waitall(requests)
+"""
+
+
+def test_a_record_that_no_run_can_follow_is_refused(capsys, tmp_path):
+    """Such as one from before a change of the program: its deadlock, or an error of this module, was a failure."""
+    file = tmp_path / "changed.py"
+    file.write_text(CHANGED)
+    words = [str(file), "--faults", "none", "--jobs", "0", "--choices"]
+    for record, ranks in (("recv:0.0=2", "2"), ("done:0.0=7", "3")):
+        assert main(["fuzz", *words, record, "--runs", "1", "-n", ranks]) == 2
+        assert f"--choices {record}: no run of {file} can follow it" in capsys.readouterr().err
+    assert main(["fuzz", *words, "done:0.0=7", "--runs", "6", "-n", "2-3"]) == 1
+    said = capsys.readouterr().out
+    assert "AssertionError at changed.py:7: 3 of 6 cases" in said
+    assert said.endswith("; 3 cannot follow the record of choices, and prove nothing\n")
+    assert main(["fuzz", *words, "recv:0.0=1", "--exhaustive"]) == 2
+    assert "without --exhaustive" in capsys.readouterr().err
 
 
 def test_a_request_that_is_over_is_not_found_complete_again():
