@@ -248,11 +248,14 @@ def report(found: Found, file: str, depth: int = 0) -> str:
         parts.append(_chances(found, depth))
     rate = f", {found.runs / found.seconds * 60:,.0f} a minute" if found.seconds > 1 else ""
     ended = f"; {found.ended:,} were ended by their faults, as MPI permits" if found.ended else ""
-    if found.infeasible:
-        ended += f"; {found.infeasible:,} cannot follow the record of choices, and prove nothing"
+    wrong = (
+        f"; {found.infeasible:,} cannot follow the record of choices, and prove nothing"
+        if found.infeasible
+        else ""
+    )
     broken = sum(found.counts.values())
     verdict = f"{broken:,} failed, in {counted(len(found.failures), 'way')}" if broken else "nothing broke"
-    parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {verdict}{ended}")
+    parts.append(f"{counted(found.runs, 'case')} in {found.seconds:.1f} s{rate}: {verdict}{ended}{wrong}")
     return "\n\n".join(parts)
 
 

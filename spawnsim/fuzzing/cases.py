@@ -189,7 +189,7 @@ class Space:
             run; plus two deadlines if policies wait, or if a fault loses data that another rank waits for.
         survive: as in `Case`.
         choices: as in `Case`.
-        depth: of the bugs that randomized priorities look for, in place of delays, drawn faults and ties; 0: none.
+        depth: randomized priorities look for bugs of this depth, in place of delays, drawn faults and ties; 0: none.
 
     Raises:
         ParameterError: unknown kind of fault or order of ties, or no number of ranks.

@@ -62,7 +62,7 @@ def _explore(target: Target, case: Case, expand: bool) -> Explored:
     if choices is None:  # it failed before it began
         return Explored({}, [], failure, ended, reached)
     if watch.infeasible:
-        return Explored(None, [], None, False, reached)
+        return Explored(None, [], failure, ended, reached)
     branches = list(choices.branches()) if expand else []
     return Explored(choices.leaf(), branches, failure, ended, reached, frozenset(choices.untried))
 
@@ -182,7 +182,7 @@ class Exploration:
         return min(+self._running, default=math.inf)
 
     def close(self) -> None:
-        """Note how much is left: records that wait, and those that an interrupt has ended."""
+        """Note how much is left: records that wait, and records that an interrupt has ended."""
         left = sum(not self._seen.agrees(record) for _, record in self._waiting)
         self.found.left += left + self._running.total()
         self.found.complete = min(self.found.complete, self.depth - 1, self.running - 1)

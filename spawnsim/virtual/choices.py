@@ -266,7 +266,7 @@ class Choices:
         return False
 
     def _settle(self) -> None:
-        """Conclude the receives that the program has not collected, at the end of the run."""
+        """Conclude the receives whose messages the program never collected, at the end of the run."""
         for box in self.boxes.values():
             for posting in box.postings:
                 decision, message = posting.decision, posting.got()

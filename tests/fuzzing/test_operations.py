@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.specifications import Ticket
+from programs.operations.ticket import Ticket
 
 import spawnsim
 from spawnsim.cli import serve

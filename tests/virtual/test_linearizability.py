@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from support.specifications import Ticket
+from programs.operations.ticket import Ticket
 from support.virtual_run import Notes, platform
 
 from spawnsim.errors import ParameterError, SpawnsimError

@@ -115,9 +115,9 @@ def _difference(value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 
 def is_whole(total: float) -> bool:
-    """Return whether weights of this sum are all there: no division by their rounding error, which has its own.
+    """Return whether no weight is missing from this sum: it is 1 but for rounding errors.
 
-    So weights that were divided once and recorded stay as they are, and reproduce the same bits.
+    Callers do not divide by such a sum, so that weights that were divided once and recorded keep their bits.
     """
     return math.isclose(total, 1, rel_tol=1e-12)
 
